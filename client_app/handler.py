@@ -1,0 +1,167 @@
+"""From a message to a reply: open the site, let the method's site half work, pass the egress gate.
+
+Whatever fails inside becomes a code (`wire.CODES`); the story goes to the site's own log. Nothing that the code below
+prints or warns reaches Flower's log, which the server can read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from logging import Logger
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+
+from client_app import evaluation, training
+from client_app.device import computing
+from client_app.egress import EgressError, Ledger, release
+from client_app.site import IdleNode, Site, is_hospital, open_folder, open_site, site_logger, write_partition
+from client_app.training import Diverged, Job
+from datasets.records import DataError
+from datasets.site import class_counts
+from federation import registry, wire
+from federation.settings import Settings, SettingsError
+
+FAILURES: tuple[tuple[type[BaseException], str], ...] = (
+    (IdleNode, "E-EMPTY"),
+    (SettingsError, "E-SETTINGS"),
+    (DataError, "E-DATA"),
+    (EgressError, "E-EGRESS"),
+    (Diverged, "E-DIVERGED"),
+    (wire.WireError, "E-MISMATCH"),
+    (MemoryError, "E-MEMORY"),
+    (OSError, "E-DATA"),
+)
+
+
+def answer(message: Message, context: Context) -> Message:
+    """The reply to one message. Never raises for anything that goes wrong at the site."""
+    folder: Path | None = None
+    try:
+        settings = Settings.from_run_config(context.run_config)
+        experiment = str(message.content[wire.CONFIG]["experiment"])
+        folder = open_folder(settings, context.node_config, experiment)
+        with _private(site_logger(folder)):
+            site = open_site(settings, context.node_config, folder)
+            if message.metadata.message_type == wire.PROFILE and not is_hospital(context.node_config):
+                write_partition(settings, folder.parent.parent / "partition.json")
+            content = _respond(message, settings, site)
+    except Exception as error:
+        content = _refusal(error, message, folder)
+    return Message(content, reply_to=message)
+
+
+def _respond(message: Message, settings: Settings, site: Site) -> RecordDict:
+    action = message.metadata.message_type
+    half = importlib.import_module(registry.find(settings.method).site)
+    server_round = int(message.content[wire.CONFIG]["server_round"])
+    if action == wire.PROFILE:
+        content, payload = profile(site, settings, half), wire.profile_payload()
+    else:
+        with computing(settings.training) as (device, precision):
+            config = dict(message.content[wire.CONFIG])
+            last_accepted = int(config["last_accepted"])
+            job = Job(settings, server_round, last_accepted, config, device, precision)
+            content, payload = work(action, wire.modules_of(message.content), site, job, half)
+    site_logger(site.folder).info("round=%s action=%s bytes=%s", server_round, action, wire.size_bytes(content))
+    return release(content, payload, Ledger(site.folder / "egress.jsonl"), server_round=server_round, action=action)
+
+
+def profile(site: Site, settings: Settings, half: ModuleType) -> RecordDict:
+    """The site card: names, label list, hashes, counts. Counts below ``privacy.min_cell`` are -1."""
+    data = site.data
+    train = data.splits["train"]
+    rows = training.usable(train)
+    counts = class_counts(train.targets[rows])
+
+    def visible(values: Any) -> list[int]:
+        return [-1 if 0 < value < settings.privacy.min_cell else int(value) for value in values]
+
+    card = {
+        "site": data.name,
+        "labels": list(data.labels),
+        "task": data.task,
+        "schema": wire.schema_sha256(data.labels, data.task, specs_of(half)(data.labels, settings)),
+        "modalities": ["image", "report"] if any(split.reports for split in data.splits.values()) else ["image"],
+        "data_sha256": data.checksum,
+    }
+    numbers = {
+        "num_train": len(rows),
+        "num_val": len(data.splits["val"]),
+        "num_test": len(data.splits["test"]),
+        "positives": visible(counts.positives),
+        "negatives": visible(counts.negatives),
+    }
+    return RecordDict({wire.CARD: ConfigRecord(card), wire.METRICS: MetricRecord(numbers)})
+
+
+def work(
+    action: str, modules: training.Modules, site: Site, job: Job, half: ModuleType
+) -> tuple[RecordDict, wire.Payload]:
+    """Evaluates what was received where the message asks for it, trains where it is a training message."""
+    split = str(job.config.get("evaluate", ""))
+    content = RecordDict({wire.METRICS: MetricRecord({"server_round": job.server_round})})
+    if split:
+        evaluate = getattr(half, "evaluate", evaluation.evaluate)
+        scores = evaluate(site, {name: dict(state) for name, state in modules.items()}, job, split)
+        content[wire.SCORES + split] = wire.encode(scores.arrays)
+        content[f"loss.{split}"] = MetricRecord({"num_examples": scores.num_examples, "loss_sum": scores.loss_sum})
+    declared = wire.evaluation_payload(
+        [split] if split else [], len(site.data.labels), job.settings.evaluation.bins, site.data.task
+    )
+    if action == wire.EVALUATE:
+        return content, declared
+    trained = getattr(half, "TRAINED", tuple(modules))
+    declared = wire.train_payload({name: wire.spec_of(modules[name]) for name in trained}, declared)
+    update = half.train(site, modules, job)
+    content[wire.METRICS] = MetricRecord(
+        {
+            "server_round": job.server_round,
+            "num_examples": update.num_examples,
+            "loss_sum": update.loss_sum,
+            "num_steps": update.num_steps,
+        }
+    )
+    for name, change in update.modules.items():
+        content[wire.MODULE + name] = wire.encode(change)
+    return content, declared
+
+
+def specs_of(half: ModuleType) -> Callable[..., dict[str, dict[str, wire.TensorSpec]]]:
+    """The method's own tensor specs, or those of the configured network."""
+    return getattr(half, "specs", training.default_specs)
+
+
+@contextlib.contextmanager
+def _private(logger: Logger) -> Iterator[None]:
+    """What the site's code prints or warns goes to the site's log."""
+    printed = io.StringIO()
+    with (
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        try:
+            yield
+        finally:
+            for warning in caught:
+                logger.warning("%s: %s", warning.category.__name__, warning.message)
+            if text := printed.getvalue().strip():
+                logger.info("printed: %s", text)
+
+
+def _refusal(error: Exception, message: Message, folder: Path | None) -> RecordDict:
+    code = next((code for kind, code in FAILURES if isinstance(error, kind)), "E-INTERNAL")
+    content = RecordDict({wire.REFUSAL: ConfigRecord({"code": code})})
+    if folder is not None:
+        action = message.metadata.message_type
+        with contextlib.suppress(Exception):
+            site_logger(folder).error("%s while answering %s", code, action, exc_info=error)
+            release(content, wire.REFUSAL_PAYLOAD, Ledger(folder / "egress.jsonl"), server_round=0, action=action)
+    return content

@@ -1,0 +1,60 @@
+"""SCAFFOLD at a site: steps corrected by control variates (Karimireddy et al. 2020, algorithm 1, option II).
+
+After every optimiser step y <- y - lr * (c - c_k). After the last one c_k+ = c_k - c + (x - y) / (steps * lr), and the
+changes y - x and c_k+ - c_k travel. c_k stays at the site; the one used is that of the last round that the server took
+from this site, so a refused or repeated round leaves no trace in it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from client_app.site import Site
+from client_app.training import Job, Modules, Update, change, fit, network_for, received_network
+from federation import wire
+from federation.settings import Settings
+
+STATE = "control"
+
+
+def specs(labels: tuple[str, ...], settings: Settings) -> dict[str, dict[str, wire.TensorSpec]]:
+    """The network, and one control variate a parameter."""
+    with torch.device("meta"):
+        network = network_for(labels, settings)
+        parameters = dict(network.named_parameters())
+        return {"control": wire.spec_of(parameters), "model": wire.spec_of(network.state_dict())}
+
+
+def train(site: Site, modules: Modules, job: Job) -> Update:
+    """The changes of ``model`` and ``control``; keeps the site's new control variate."""
+    network = received_network(site, modules, job)
+    server, own = modules["control"], own_control(site, modules["control"], job.last_accepted)
+    lr = job.settings.training.lr
+    correction = {name: (server[name] - own[name]).to(job.device) for name in server}
+
+    @torch.no_grad()
+    def correct() -> None:
+        for name, value in network.named_parameters():
+            value.sub_(correction[name], alpha=lr)
+
+    done = fit(network, site, job, after_step=correct)
+    new = {
+        name: own[name] - server[name] + (modules["model"][name] - value.detach().cpu()) / (done.num_steps * lr)
+        for name, value in network.named_parameters()
+    }
+    site.save_state(STATE, job.server_round, new)
+    changes = {
+        "control": {name: new[name] - own[name] for name in new},
+        "model": change(modules["model"], network.state_dict()),
+    }
+    return Update(changes, done.num_examples, done.loss_sum, done.num_steps)
+
+
+def own_control(site: Site, like: dict[str, Tensor], last_accepted: int) -> dict[str, Tensor]:
+    """The site's control variate as the server knows it; zeros before its first accepted round.
+
+    Choice: zeros also where the site has lost its state (a new disk): the variate is a correction, not a result.
+    """
+    kept = site.load_state(STATE, last_accepted) if last_accepted else None
+    return kept if kept is not None else {name: torch.zeros_like(value) for name, value in like.items()}

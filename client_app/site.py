@@ -1,0 +1,202 @@
+"""A site: its name, its data, its folder. Opened from the run config in simulation, from the node's own config in a
+hospital; nothing after this file can tell which.
+
+A hospital's node config names ``site``, ``data-root`` and ``state-dir``; these always win over what the server sends.
+A simulated node has ``partition-id`` only: it is that site of the partition.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save
+
+from datasets.catalogue import open_manifest
+from datasets.partition import Partition, beta_gamma, by_site, dirichlet, hide_labels, iid, long_tail, pooled_train
+from datasets.records import DataError, Manifest, SiteData
+from datasets.site import load_site
+from federation import registry, seeding, wire
+from federation.files import write_atomic
+from federation.settings import DataArea, Settings, names_in
+
+EXPERIMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+GENERATIONS = 2
+
+
+class IdleNode(Exception):
+    """A simulated node beyond the partition's last site."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One opened site. ``folder`` holds its ledger, log and state for this experiment."""
+
+    name: str
+    data: SiteData
+    folder: Path
+
+    def save_state(self, name: str, server_round: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Keeps tensors as they are after a round, atomically; the two newest rounds stay.
+
+        A round that is repeated after a crash overwrites its own state, and starts from the round before.
+        """
+        folder = self.folder / "state"
+        tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
+        write_atomic(folder / f"{name}-{server_round:06d}.safetensors", save(tensors))
+        for old in sorted(folder.glob(f"{name}-*.safetensors"))[:-GENERATIONS]:
+            old.unlink(missing_ok=True)
+
+    def load_state(self, name: str, server_round: int) -> dict[str, torch.Tensor] | None:
+        """Tensors as they were after exactly this round, or None where there are none."""
+        path = self.folder / "state" / f"{name}-{server_round:06d}.safetensors"
+        return load_file(path) if path.exists() else None
+
+
+def open_folder(settings: Settings, node_config: Mapping[str, Any], experiment: str) -> Path:
+    """The site's folder for one experiment, made with mode 0700; needs no data, so that failures can be logged."""
+    if not EXPERIMENT.fullmatch(experiment):
+        raise ValueError("the experiment's name is not letters, digits, '.', '_' and '-'")
+    if is_hospital(node_config):
+        folder = Path(str(node_config["state-dir"])).expanduser() / experiment
+    else:
+        folder = (
+            Path(settings.reporting.runs_dir).expanduser()
+            / experiment
+            / "sites"
+            / _simulated_name(settings, node_config)
+        )
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder.absolute()
+
+
+def open_site(settings: Settings, node_config: Mapping[str, Any], folder: Path) -> Site:
+    """The site's data, from the process's cache where it was opened before. Raises DataError and IdleNode."""
+    if is_hospital(node_config):
+        root, cache = str(node_config["data-root"]), Path(str(node_config["state-dir"])).expanduser() / "cache"
+        data = _hospital_data(settings.data, root, str(node_config["site"]), str(cache))
+    else:
+        data = _simulated_data(*_simulation_key(settings), _partition_id(node_config))
+    return Site(data.name, data, folder)
+
+
+def is_hospital(node_config: Mapping[str, Any]) -> bool:
+    """Whether a node names its own data; else it is a simulated one. Raises DataError where it is neither."""
+    missing = [key for key in ("site", "data-root", "state-dir") if key not in node_config]
+    if missing and "partition-id" not in node_config:
+        raise DataError(
+            f"the node config lacks {', '.join(missing)}; a hospital's node names site, data-root and state-dir"
+        )
+    return not missing
+
+
+def _partition_id(node_config: Mapping[str, Any]) -> int:
+    return int(node_config["partition-id"])
+
+
+@functools.lru_cache(maxsize=4)
+def _hospital_data(area: DataArea, root: str, name: str, cache: str) -> SiteData:
+    manifest = open_manifest(root, labels=names_in(area.labels) or None)
+    rows = {split: np.flatnonzero(manifest.table["split"].to_numpy() == split) for split in ("train", "val", "test")}
+    return load_site(manifest, rows, name=name, size=area.image_size, channels=area.channels, cache_dir=Path(cache))
+
+
+# -- simulation -------------------------------------------------------------------------------------------------------
+
+
+def site_names(settings: Settings) -> list[str]:
+    """Names of the simulated sites, sorted: as many nodes as a simulation needs. Raises DataError."""
+    return sorted(_federation(*_simulation_key(settings))[1].sites)
+
+
+def write_partition(settings: Settings, path: Path) -> None:
+    """Writes the simulated partition as JSON unless the file is there."""
+    if not path.exists():
+        _federation(*_simulation_key(settings))[1].write(path, seed=settings.seed)
+
+
+def _simulation_key(settings: Settings) -> tuple[DataArea, int, bool, str]:
+    cache = settings.data.cache_dir or str(Path(settings.reporting.runs_dir).expanduser() / ".cache")
+    pooled = bool(getattr(registry.find(settings.method).strategy, "pools_training_data", False))
+    return settings.data, settings.seed, pooled, cache
+
+
+def _simulated_name(settings: Settings, node_config: Mapping[str, Any]) -> str:
+    index = _partition_id(node_config)
+    try:
+        return site_names(settings)[index]
+    except (DataError, IndexError):
+        return f"node-{index:03d}"
+
+
+@functools.lru_cache(maxsize=4)
+def _federation(area: DataArea, seed: int, pooled: bool, cache: str) -> tuple[Manifest, Partition]:
+    manifest = open_manifest(
+        area.root,
+        labels=names_in(area.labels) or None,
+        mosaic=area.mosaic,
+        rng_for=functools.partial(seeding.numpy_generator, seed),
+    )
+    partition = _partition(manifest, area, seeding.numpy_generator(seed, "partition"))
+    if wrong := sorted(name for name in partition.sites if not wire.SITE_NAME.fullmatch(name)):
+        raise DataError(
+            f"site {wrong[0]!r} cannot be a site's name: use 1 to 64 letters, digits, '.', '_', '-', blanks"
+        )
+    if pooled:
+        partition = pooled_train(manifest.targets, manifest.table, partition)
+    return replace(manifest, targets=hide_labels(manifest.targets, partition)), partition
+
+
+def _partition(manifest: Manifest, area: DataArea, rng: np.random.Generator) -> Partition:
+    targets, table, num_sites = manifest.targets, manifest.table, area.num_sites
+    if area.partition == "by_site":
+        return by_site(targets, table, columns=names_in(area.site_columns), min_samples=area.min_samples)
+    if area.partition == "iid":
+        return iid(targets, table, rng, num_sites=num_sites)
+    if area.partition == "dirichlet":
+        return dirichlet(targets, table, rng, num_sites=num_sites, alpha=area.alpha, min_size=area.min_samples)
+    if area.partition == "long_tail":
+        return long_tail(
+            targets, table, rng, num_sites=num_sites, ratio=area.rho, alpha=area.alpha, min_size=area.min_samples
+        )
+    return beta_gamma(
+        targets,
+        table,
+        rng,
+        num_sites=num_sites,
+        beta=area.beta,
+        gamma=area.gamma,
+        invisible_labels=area.invisible_labels,
+        min_size=area.min_samples,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _simulated_data(area: DataArea, seed: int, pooled: bool, cache: str, index: int) -> SiteData:
+    manifest, partition = _federation(area, seed, pooled, cache)
+    names = sorted(partition.sites)
+    if index >= len(names):
+        raise IdleNode(f"node {index} of a partition of {len(names)} sites")
+    name = names[index]
+    return load_site(
+        manifest, partition.sites[name], name=name, size=area.image_size, channels=area.channels, cache_dir=Path(cache)
+    )
+
+
+def site_logger(folder: Path) -> logging.Logger:
+    """The site's own log, ``site.log`` in its folder. Nothing written to it leaves the site."""
+    logger = logging.getLogger(f"consilium.site.{folder}")
+    if not logger.handlers:
+        logger.propagate = False
+        logger.setLevel(logging.INFO)
+        handler = logging.FileHandler(folder / "site.log", encoding="utf-8", delay=True)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+    return logger

@@ -1,0 +1,188 @@
+"""Local training: batches, optimiser, one loop. Methods give it a network and, where they differ, two small hooks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from client_app.site import Site
+from datasets.records import Split
+from datasets.transforms import random_crop, random_flip, to_input
+from federation import seeding, wire
+from federation.settings import Settings
+from models.losses import LOSSES
+from models.networks import build_network
+
+Modules = dict[str, dict[str, Tensor]]
+
+
+class Diverged(ArithmeticError):
+    """Training gave a loss that is not finite. The site sends no update."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one message asks of a site: the settings, the round, the server's further config, and where to compute."""
+
+    settings: Settings
+    server_round: int
+    last_accepted: int
+    config: Mapping[str, int | float | str]
+    device: torch.device
+    precision: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """What training gives back. ``modules``: the change of every trained tensor (integer buffers: their new value)."""
+
+    modules: Modules
+    num_examples: int
+    loss_sum: float
+    num_steps: int
+
+
+@dataclass
+class Fit:
+    """How a local training went. ``loss_sum`` is over the samples of the last epoch, each with its mean entry loss."""
+
+    num_examples: int = 0
+    loss_sum: float = 0.0
+    num_steps: int = 0
+    losses: list[float] = field(default_factory=list)
+
+
+def network_for(labels: tuple[str, ...], settings: Settings) -> nn.Module:
+    """The configured network; its initial weights come from torch's current generator."""
+    model, data = settings.model, settings.data
+    return build_network(
+        model.name,
+        channels=data.channels,
+        num_labels=len(labels),
+        image_size=data.image_size,
+        width=model.width,
+        norm=model.norm,
+    )
+
+
+def received_network(site: Site, modules: Modules, job: Job) -> nn.Module:
+    """The configured network with the weights of the received module ``model``, which is not written to.
+
+    Built without drawing initial weights first: for ResNet-18 that would cost more than a small site's epoch.
+    """
+    with torch.device("meta"):
+        network = network_for(site.data.labels, job.settings)
+    network.to_empty(device="cpu").load_state_dict(modules["model"], strict=True)
+    return network
+
+
+def change(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """After minus before for float tensors, the new value for integer buffers."""
+    return {
+        name: (value.cpu() - before[name].cpu() if value.is_floating_point() else value.cpu().clone())
+        for name, value in after.items()
+    }
+
+
+def usable(split: Split) -> np.ndarray:
+    """Rows with at least one known label, ``(n,) int64``: the others teach nothing."""
+    return np.flatnonzero((split.targets >= 0).any(axis=1))
+
+
+def batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Shuffled positions in batches. A last batch of one is joined to the one before: BatchNorm cannot train on one."""
+    order = torch.randperm(count, generator=generator)
+    ends = [*range(size, count, size), count]
+    if len(ends) > 1 and ends[-1] - ends[-2] == 1:
+        del ends[-2]
+    start = 0
+    for end in ends:
+        yield order[start:end]
+        start = end
+
+
+def optimiser_for(network: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """A fresh optimiser over the trainable parameters: no momentum is carried from round to round."""
+    area = settings.training
+    parameters = [value for value in network.parameters() if value.requires_grad]
+    if area.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=area.lr, momentum=area.momentum, weight_decay=area.weight_decay)
+    return torch.optim.AdamW(parameters, lr=area.lr, weight_decay=area.weight_decay)
+
+
+def fit(
+    network: nn.Module,
+    site: Site,
+    job: Job,
+    *,
+    penalty: Callable[[], Tensor] | None = None,
+    after_step: Callable[[], None] | None = None,
+) -> Fit:
+    """Trains a network in place on the site's training split.
+
+    ``penalty`` is added to every batch's loss (FedProx); ``after_step`` runs after every optimiser step (SCAFFOLD).
+    The loss is the mean over known entries of the batch, in float32. A site with one sample trains with BatchNorm in
+    evaluation mode. Raises Diverged.
+    """
+    area, split = job.settings.training, site.data.splits["train"]
+    rows = usable(split)
+    network.to(job.device).train()
+    if len(rows) == 1:
+        freeze_batch_norm(network)
+    optimiser = optimiser_for(network, job.settings)
+    result = Fit(num_examples=len(rows))
+    draws = seeding.generator(job.settings.seed, "batches", job.server_round, site.name)
+    with seeding.scope(job.settings.seed, "training", job.server_round, site.name):
+        for _ in range(area.epochs):
+            result.losses = []
+            for picked in batches(len(rows), area.batch_size, draws):
+                images, targets = load_batch(split, rows[picked.numpy()], area.augment, draws)
+                loss = batch_loss(network, images.to(job.device), targets.to(job.device), site.data.task, job.precision)
+                objective = loss if penalty is None else loss + penalty()
+                optimiser.zero_grad(set_to_none=True)
+                objective.backward()
+                optimiser.step()
+                if after_step is not None:
+                    after_step()
+                result.losses.append(float(loss.detach()) * len(picked))
+                result.num_steps += 1
+    result.loss_sum = math.fsum(result.losses)
+    if not math.isfinite(result.loss_sum):
+        raise Diverged(f"the training loss of round {job.server_round} is {result.loss_sum}; lower training.lr")
+    return result
+
+
+def load_batch(split: Split, rows: np.ndarray, augment: str, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Pixels as network input ``(B, ch, H, W) float32`` and targets ``(B, C) int8``; augmented by the draws given."""
+    images = torch.from_numpy(np.ascontiguousarray(split.images[rows]))
+    if augment in ("flip", "crop_flip"):
+        images = random_flip(images, draws)
+    if augment == "crop_flip":
+        images = random_crop(images, draws, padding=max(1, images.shape[1] // 8))
+    return to_input(images), torch.from_numpy(split.targets[rows])
+
+
+def batch_loss(network: nn.Module, images: Tensor, targets: Tensor, task: str, precision: torch.dtype | None) -> Tensor:
+    """Mean loss over the known entries of a batch, a float32 scalar; autocast covers the network only."""
+    with torch.autocast(images.device.type, precision, enabled=precision is not None):
+        logits = network(images)
+    total, entries = LOSSES[task](logits, targets)
+    return total / max(entries, 1)
+
+
+def freeze_batch_norm(network: nn.Module) -> None:
+    """BatchNorm layers use and keep their running statistics."""
+    for layer in network.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.eval()
+
+
+def default_specs(labels: tuple[str, ...], settings: Settings) -> dict[str, dict[str, wire.TensorSpec]]:
+    """Names, shapes and dtypes of the configured network as the one module ``model``, without building it."""
+    with torch.device("meta"):
+        return {"model": wire.spec_of(network_for(labels, settings).state_dict())}

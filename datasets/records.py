@@ -1,0 +1,78 @@
+"""The plain records of the data room: what is known of samples, with and without their pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import pandas as pd
+
+Task = Literal["multilabel", "multiclass"]
+SPLITS = ("train", "val", "test")
+
+PRESENT, ABSENT, UNKNOWN = 1, 0, -1
+
+
+class DataError(ValueError):
+    """Data that cannot be used; the message names the file, the row and the fix. It stays at the site."""
+
+
+class Images(Protocol):
+    """Pixels of a manifest's rows, decoded when asked for.
+
+    ``checksum`` is the SHA-256 (hex) of what the pixels are read from.
+    """
+
+    checksum: str
+
+    def __len__(self) -> int: ...
+
+    def read(self, row: int) -> np.ndarray:
+        """Pixels of one row: uint8 ``(H, W)`` or ``(H, W, 3)`` at native size; raises DataError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Every sample of one data root, without its pixels.
+
+    ``table`` has one row a sample (index 0..n-1) and the columns ``patient``, ``study``, ``site``, ``split``,
+    ``time``, ``label_source``, ``report`` (free text; "" where there is none), ``line`` (row in the source
+    file, for error messages), and any further columns of the source, untouched.
+    ``targets`` is ``(n, C)`` int8: 1 present, 0 absent, -1 unknown. A multiclass row has exactly one 1.
+    """
+
+    labels: tuple[str, ...]
+    task: Task
+    table: pd.DataFrame
+    targets: np.ndarray
+    images: Images
+    checksum: str
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Samples of one split at one site: ``images (n, H, W, ch) uint8``, ``targets (n, C) int8`` (1, 0, -1)."""
+
+    images: np.ndarray
+    targets: np.ndarray
+    reports: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+@dataclass(frozen=True)
+class SiteData:
+    """What one site trains and evaluates on. ``splits`` has the keys train, val and test; a split may be empty."""
+
+    name: str
+    labels: tuple[str, ...]
+    task: Task
+    splits: Mapping[str, Split]
+    checksum: str

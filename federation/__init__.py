@@ -1,0 +1,1 @@
+"""The contract that server and sites share: settings, registry, wire, metrics, seeding."""

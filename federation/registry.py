@@ -1,0 +1,81 @@
+"""From a method's name to its two halves; the only place where the halves meet.
+
+A method registers itself at the end of its strategy file with one line. A built-in name ``x`` means the module
+``strategies.x``; a method of a user's own is named ``package.module:Name``. This file knows no method.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from typing import Any
+
+STRATEGIES = "strategies"
+
+
+class UnknownMethod(ValueError):
+    """A method name that leads nowhere."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method: its name (also its section in the run config), its strategy class, settings class and site module.
+
+    ``site`` is the dotted name of the module with ``train(site, modules, settings, ...)``; only sites import it.
+    """
+
+    name: str
+    strategy: type[Any]
+    settings: type[Any]
+    site: str
+
+
+_METHODS: dict[str, Method] = {}
+
+
+def register(name: str, strategy: type[Any], *, settings: type[Any], site: str) -> None:
+    """Makes a strategy known under a name. Raises ValueError where the name belongs to another class."""
+    known = _METHODS.get(name)
+    if known is not None and known.strategy.__qualname__ != strategy.__qualname__:
+        raise ValueError(f"method {name!r} is registered twice: {known.strategy!r} and {strategy!r}; rename one")
+    _METHODS[name] = Method(name, strategy, settings, site)
+
+
+def find(method: str) -> Method:
+    """The method of this name; imports its strategy file. Raises UnknownMethod with the names there are."""
+    if ":" in method:
+        return _find_class(method)
+    if method not in _METHODS and method in candidates():
+        importlib.import_module(f"{STRATEGIES}.{method}")
+    if method not in _METHODS:
+        raise UnknownMethod(
+            f"no method {method!r}; there are: {', '.join(names())}, or your own as package.module:Name"
+        )
+    return _METHODS[method]
+
+
+def _find_class(method: str) -> Method:
+    module_name, _, class_name = method.partition(":")
+    try:
+        strategy = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnknownMethod(f"method {method!r} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
+    for known in _METHODS.values():
+        if known.strategy is strategy:
+            return known
+    raise UnknownMethod(
+        f"{method!r} is imported but not registered; end its file with register('name', {class_name}, ...)"
+    )
+
+
+def candidates() -> list[str]:
+    """Names of the modules that may hold a method, without importing them."""
+    return sorted(module.name for module in pkgutil.iter_modules(importlib.import_module(STRATEGIES).__path__))
+
+
+def names() -> list[str]:
+    """Every built-in method; imports all strategy files (slow, for messages and tools only)."""
+    for candidate in candidates():
+        importlib.import_module(f"{STRATEGIES}.{candidate}")
+    return sorted(_METHODS)

@@ -1,0 +1,1 @@
+"""Networks, losses and selection arithmetic: pure torch, no Flower, no files of data, no settings."""

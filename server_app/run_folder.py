@@ -1,0 +1,297 @@
+"""The folder that a run leaves behind: ``run.json``, ``metrics.jsonl``, checkpoints, ``model.safetensors``, TensorBoard
+events, ``report.html``; in simulation also ``partition.json`` and the sites' folders with their ledgers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+
+from federation import wire
+from federation.files import write_atomic
+from federation.settings import Settings
+from server_app import checkpoint
+from server_app.checkpoint import Facts, ResumeError
+from strategies.base import Modules, Progress, RoundRecord
+from strategies.cards import SiteCard, SiteTable
+from strategies.evaluation import POOLED, PooledScores
+
+BOOTSTRAP_DRAWS = 1000
+
+
+class RunFolder:
+    """Writes down what the strategy does (`strategies.base.Observer`)."""
+
+    def __init__(self, path: Path, settings: Settings) -> None:
+        self.path = path
+        self.settings = settings
+        self.resumed: tuple[Progress, Facts] | None = None
+        self._started = time.time()
+        self._facts = Facts({}, [], "", "", {})
+        self._run: dict[str, Any] = {}
+        self._board: Any = None
+
+    @property
+    def experiment(self) -> str:
+        """Name of the folder, which also keys the sites' state."""
+        return self.path.name
+
+    # -- opening --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, settings: Settings) -> RunFolder:
+        """A new folder, or the one to resume, cut back to its newest checkpoint. Raises ResumeError."""
+        if settings.resume:
+            return cls._reopen(Path(settings.resume).expanduser().absolute(), settings)
+        runs = Path(settings.reporting.runs_dir).expanduser().absolute()
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        name = settings.method.replace(":", ".")
+        for attempt in range(1000):
+            path = runs / (f"{stamp}-{name}" + (f"-{attempt}" if attempt else ""))
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return cls(path, settings)
+        raise OSError(f"no free name for a run folder below {runs}")
+
+    @classmethod
+    def _reopen(cls, path: Path, settings: Settings) -> RunFolder:
+        if not path.is_dir():
+            raise ResumeError(f"resume = {str(path)!r} is no folder; give the run folder that was printed at its start")
+        runs = Path(settings.reporting.runs_dir).expanduser().absolute()
+        if path.parent != runs:
+            raise ResumeError(
+                f"resume = {str(path)!r} is not in reporting.runs_dir = {str(runs)!r}; set that to {str(path.parent)!r}"
+            )
+        folder = cls(path, settings)
+        progress, facts = checkpoint.load_checkpoint(path)
+        checkpoint.check_same_settings(facts, settings)
+        metrics = path / "metrics.jsonl"
+        if metrics.exists() and metrics.stat().st_size > facts.metrics_bytes:
+            os.truncate(metrics, facts.metrics_bytes)
+        folder.resumed = (progress, facts)
+        return folder
+
+    # -- what the strategy tells ----------------------------------------------------------------------------------
+
+    def sites_known(self, table: SiteTable, modules: Modules, headline_excluded: Mapping[str, str]) -> None:
+        data_sha256 = {card.site: card.data_sha256 for card in table.cards}
+        architecture = checkpoint.architecture_sha256(modules)
+        if self.resumed and (known := self.resumed[1].architecture) != architecture:
+            raise ResumeError(
+                f"the run's architecture is {known}, this code's is {architecture}; use the same code version"
+            )
+        self._facts = Facts(self.settings.flat(), list(table.labels), table.task, architecture, data_sha256)
+        self._excluded = dict(headline_excluded)
+        self._run = {
+            "method": self.settings.method,
+            "status": "running",
+            "experiment": self.experiment,
+            "started": _iso(self._started),
+            "resumed_after_round": self.resumed[0].server_round if self.resumed else None,
+            "versions": versions(),
+            "settings": _by_area(self.settings),
+            "labels": list(table.labels),
+            "task": table.task,
+            "num_parameters": sum(value.numel() for state in modules.values() for value in state.values()),
+            "selection_metric": self.settings.evaluation.selection_metric,
+            "headline_excluded": [{"label": label, "reason": why} for label, why in headline_excluded.items()],
+            "sites": [_described(card) for card in table.cards],
+            "outstanding": [{"site": site, "reason": why} for site, why in sorted(table.refused.items())],
+            "warnings": _warnings(table),
+        }
+        self._write_run()
+        if self.settings.reporting.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            after = self.resumed[0].server_round + 1 if self.resumed else None
+            self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=after)
+
+    def round_done(self, record: RoundRecord) -> None:
+        self._append([{"kind": "round", **asdict(record)}])
+        if self._board is not None:
+            for site, loss in record.train_loss.items():
+                self._board.add_scalar(f"train_loss/{site}", loss, record.round)
+            self._board.add_scalar("seconds", record.seconds, record.round)
+
+    def evaluated(self, server_round: int, split: str, scores: PooledScores, thresholds: np.ndarray | None) -> None:
+        excluded = set(self._excluded)
+        draws = BOOTSTRAP_DRAWS if split == "test" else 0
+        lines = []
+        for scope in (POOLED, *scores.sites):
+            lines.append(
+                {
+                    "kind": "evaluation",
+                    "round": server_round,
+                    "split": split,
+                    "scope": scope,
+                    "summary": scores.summary(
+                        thresholds, excluded, scope, bootstrap_draws=draws, seed=self.settings.seed
+                    ),
+                    "per_class": scores.per_class(thresholds, excluded, scope),
+                }
+            )
+        self._append(lines)
+        if split == "test":
+            pooled, sites = lines[0], lines[1:]
+            self._run["final"] = {
+                "test": {
+                    "round": server_round,
+                    "summary": pooled["summary"],
+                    "per_class": pooled["per_class"],
+                    "per_site": [
+                        {
+                            "site": line["scope"],
+                            "summary": line["summary"],
+                            "num_examples": line["summary"]["num_examples"],
+                        }
+                        for line in sites
+                    ],
+                }
+            }
+        if self._board is not None:
+            for line in lines:
+                for key, value in line["summary"].items():
+                    if isinstance(value, float):
+                        self._board.add_scalar(f"{split}_{key}/{line['scope']}", value, server_round)
+
+    def keep_best(self, server_round: int, modules: Modules) -> None:
+        """Keeps a copy on disk; older ones go with the next checkpoint, which is the first to name this one."""
+        tensors = {
+            f"{module}/{name}": value.contiguous() for module, state in modules.items() for name, value in state.items()
+        }
+        write_atomic(self._best(server_round), save(tensors))
+
+    def load_best(self, server_round: int) -> Modules:
+        modules: Modules = {}
+        for name, value in load(self._best(server_round).read_bytes()).items():
+            module, _, key = name.partition("/")
+            modules.setdefault(module, {})[key] = value
+        return modules
+
+    def checkpoint(self, progress: Progress) -> None:
+        metrics = self.path / "metrics.jsonl"
+        facts = Facts(**{**asdict(self._facts), "metrics_bytes": metrics.stat().st_size if metrics.exists() else 0})
+        checkpoint.save_checkpoint(self.path, progress, facts)
+        for old in (self.path / checkpoint.FOLDER).glob("best-*.safetensors"):
+            if old != self._best(progress.best_round) and old.stem < self._best(progress.best_round).stem:
+                old.unlink(missing_ok=True)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def finish(self, progress: Progress, exported: wire.State) -> str:
+        """Writes the selected model and the report; returns the model's SHA-256."""
+        model_sha256 = wire.state_sha256({"model": exported})
+        header = {
+            "method": self.settings.method,
+            "labels": json.dumps(self._facts.labels),
+            "task": self._facts.task,
+            "thresholds": json.dumps(progress.best_thresholds),
+            "round": str(progress.best_round),
+            "model": json.dumps({**self.settings.model.model_dump(), **_input(self.settings)}),
+            "sha256": model_sha256,
+        }
+        write_atomic(self.path / "model.safetensors", save({k: v.contiguous() for k, v in exported.items()}, header))
+        self._run |= {
+            "model_sha256": model_sha256,
+            "selected_round": progress.best_round,
+            "selection_value": progress.best_value,
+        }
+        self._close("completed")
+        return model_sha256
+
+    def fail(self, reason: str) -> None:
+        """Marks the run as failed, with what there is of a report."""
+        self._run.setdefault("warnings", []).append(reason)
+        self._run = {
+            "method": self.settings.method,
+            "experiment": self.experiment,
+            "settings": _by_area(self.settings),
+        } | self._run
+        self._close("failed")
+
+    @property
+    def test(self) -> dict[str, Any]:
+        """The test result: summary, per_class, per_site."""
+        return dict(self._run.get("final", {}).get("test", {}))
+
+    def _close(self, status: str) -> None:
+        from server_app.report import write_report
+
+        now = time.time()
+        self._run |= {"status": status, "finished": _iso(now), "seconds": now - self._started}
+        self._write_run()
+        if self._board is not None:
+            self._board.close()
+        write_report(self.path)
+
+    def _best(self, server_round: int) -> Path:
+        return self.path / checkpoint.FOLDER / f"best-{server_round:06d}.safetensors"
+
+    def _write_run(self) -> None:
+        write_atomic(self.path / "run.json", json.dumps(self._run, indent=1).encode(), 0o644)
+
+    def _append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def versions() -> dict[str, str]:
+    """Versions of what shapes the numbers."""
+    packages = ("flwr", "torch", "torchvision", "numpy", "scikit-learn", "consilium")
+    found = {"python": platform.python_version(), "machine": platform.machine(), "cuda": str(torch.version.cuda)}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def _by_area(settings: Settings) -> dict[str, dict[str, Any]]:
+    areas: dict[str, dict[str, Any]] = {}
+    for key, value in settings.flat().items():
+        area, _, name = key.rpartition(".")
+        areas.setdefault(area or "run", {})[name] = value
+    return areas
+
+
+def _input(settings: Settings) -> dict[str, Any]:
+    return {"image_size": settings.data.image_size, "channels": settings.data.channels}
+
+
+def _described(card: SiteCard) -> dict[str, Any]:
+    return {
+        "site": card.site,
+        **{f"num_{split}": size for split, size in card.split_sizes.items()},
+        "positives": [None if count < 0 else count for count in card.positives],
+        "modalities": list(card.modalities),
+        "checksum": card.data_sha256,
+    }
+
+
+def _warnings(table: SiteTable) -> list[str]:
+    return [
+        f"label {label!r} has no training positive at any site: nothing can be learnt of it"
+        for index, label in enumerate(table.labels)
+        if table.sites_with_positives(index) == 0
+    ]

@@ -1,0 +1,46 @@
+"""One run from settings to report, on whatever Grid it is given: Ray, SuperLink, or in process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from logging import ERROR, INFO
+from pathlib import Path
+from typing import Any
+
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from federation import registry
+from federation.settings import Settings
+from server_app.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run. ``metrics``: the test summary, with ``per_class`` and ``per_site`` tables; undefined is None."""
+
+    model_sha256: str
+    run_dir: Path
+    metrics: dict[str, Any]
+
+
+def run(settings: Settings, grid: Grid) -> Outcome:
+    """Runs a federation; whatever ends it early is written into the run folder and raised again."""
+    folder = RunFolder.open(settings)
+    log(INFO, "run folder: %s", folder.path)
+    strategy = registry.find(settings.method).strategy(settings, folder.experiment)
+    progress, facts = folder.resumed or (None, None)
+    if progress is not None:
+        log(INFO, "resuming after round %s", progress.server_round)
+    try:
+        strategy.start(grid, observer=folder, resume_from=progress, data_sha256=facts.data_sha256 if facts else None)
+        model_sha256 = folder.finish(strategy.progress, strategy.export())
+    except BaseException as error:
+        log(ERROR, "the run failed: %s", error)
+        folder.fail(f"{type(error).__name__}: {error}")
+        raise
+    log(INFO, "model sha256: %s", model_sha256)
+    log(INFO, "report: %s", folder.path / "report.html")
+    test = folder.test
+    metrics = {**test.get("summary", {}), "per_class": test.get("per_class", []), "per_site": test.get("per_site", [])}
+    return Outcome(model_sha256, folder.path, metrics)

@@ -1,0 +1,632 @@
+"""The round protocol that every method runs on.
+
+`FederatedStrategy.start` is the one loop: site cards, then rounds of (select, send, gate, fold, apply, checkpoint),
+then the last evaluation and the test. A method overrides the hooks under "what a method changes" and nothing else; it never
+talks to the Grid.
+
+Evaluation of round r's model travels with the training of round r + 1: a deployed exchange costs a process start at
+every site, so a run of R rounds takes R + 3 exchanges.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from flwr.supercore import log
+from torch import nn
+
+from federation import metrics, seeding, wire
+from federation.settings import Settings, names_in
+from models.networks import build_network, load_backbone
+from strategies import gate
+from strategies.aggregation import StreamingMean, apply_mean, capped_weights, scaled_to_norm
+from strategies.cards import CardError, SiteCard, SiteTable, freeze, read_card
+from strategies.evaluation import PooledScores
+from strategies.exchange import exchange, failure
+
+MODEL = "model"
+Modules = dict[str, dict[str, torch.Tensor]]
+
+
+class QuorumError(RuntimeError):
+    """Fewer usable replies or sites than a round needs. The run ends here and can be resumed."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands after a round: everything that a resumed run needs, besides the settings.
+
+    ``accepted``: site -> last round whose reply was taken. ``best_thresholds``: per label, fitted on validation.
+    ``method``: the method's own tensors (`FederatedStrategy.state_dict`).
+    """
+
+    server_round: int = 0
+    modules: Modules = field(default_factory=dict)
+    accepted: dict[str, int] = field(default_factory=dict)
+    best_round: int = 0
+    best_value: float | None = None
+    best_thresholds: list[float] | None = None
+    method: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class RoundRecord:
+    """What one exchange of training did: who was in, who was not and why."""
+
+    round: int
+    seconds: float = 0.0
+    bytes_down: int = 0
+    bytes_up: int = 0
+    accepted: list[str] = field(default_factory=list)
+    refused: list[dict[str, str]] = field(default_factory=list)
+    missing: list[dict[str, str]] = field(default_factory=list)
+    train_loss: dict[str, float | None] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+
+
+class Observer(Protocol):
+    """Keeps what a run leaves behind (`server_app.run_folder`)."""
+
+    def sites_known(self, table: SiteTable, modules: Modules, headline_excluded: Mapping[str, str]) -> None: ...
+    def round_done(self, record: RoundRecord) -> None: ...
+    def evaluated(self, server_round: int, split: str, scores: PooledScores, thresholds: np.ndarray | None) -> None: ...
+    def keep_best(self, server_round: int, modules: Modules) -> None: ...
+    def load_best(self, server_round: int) -> Modules: ...
+    def checkpoint(self, progress: Progress) -> None: ...
+
+
+class FederatedStrategy(Strategy):
+    """A Flower strategy with named sites, gates, per-module state, a quorum and checkpoints.
+
+    Its five Flower methods work on ``self.progress``; `start` calls them in order. ``settings`` is the whole run
+    config, ``self.options`` the method's own section.
+    """
+
+    selects_model = True
+    """Whether the best validation round's model is the result; False where the models are not the server's."""
+    pools_training_data = False
+    """Whether a simulation puts all training samples at one site (the centralised upper bound)."""
+
+    def __init__(self, settings: Settings, experiment: str = "experiment") -> None:
+        self.settings = settings
+        self.options: Any = settings.options
+        self.experiment = experiment
+        self.progress = Progress()
+        self.table = SiteTable((), {})
+        self.record = RoundRecord(0)
+        self.headline_excluded: dict[str, str] = {}
+        self.weight_ceiling = float("inf")
+        self._records: dict[str, ArrayRecord] = {}
+        self._sent: dict[int, tuple[SiteCard, Message]] = {}
+        self._answered: set[str] = set()
+        self._selected: list[SiteCard] = []
+        self._split = ""
+        self._timeout = settings.federation.timeout_s
+        self._observer: Observer | None = None
+
+    # -- what a method changes ----------------------------------------------------------------------------------
+
+    def build(self, labels: tuple[str, ...], task: str) -> Modules:
+        """The initial global state by module name. Default: the configured network as ``model``."""
+        return {MODEL: initial_network(labels, self.settings).state_dict()}
+
+    def trained_modules(self, card: SiteCard) -> tuple[str, ...]:
+        """Modules whose change this site sends back. Default: all."""
+        return tuple(sorted(self.progress.modules))
+
+    def sent_modules(self, card: SiteCard, server_round: int) -> tuple[str, ...]:
+        """Modules that travel down to this site for training. Default: all."""
+        return tuple(sorted(self.progress.modules))
+
+    def round_config(self, card: SiteCard, server_round: int) -> dict[str, int | float | str]:
+        """Further numbers and strings sent with a training message."""
+        return {}
+
+    def select_sites(self, server_round: int) -> list[SiteCard]:
+        """The sites that train in a round: all, or ``federation.sites_per_round`` drawn without replacement."""
+        cards = list(self.table.trainable)
+        fed = self.settings.federation
+        if not fed.sites_per_round or fed.sites_per_round >= len(cards):
+            return cards
+        rng = seeding.numpy_generator(self.settings.seed, "select_sites", server_round)
+        if not fed.stratify:
+            chosen = rng.choice(len(cards), fed.sites_per_round, replace=False)
+            return [cards[index] for index in sorted(chosen)]
+        return stratified(cards, fed.sites_per_round, rng)
+
+    def weigh(self, reply: gate.Reply, module: str) -> float:
+        """Weight of a reply in a module's mean: its examples, cut at the ceiling of ``max_site_share``, or 1."""
+        if self.settings.federation.weighting == "equal":
+            return 1.0
+        return min(float(reply.num_examples), self.weight_ceiling)
+
+    def combine(self, means: Mapping[str, StreamingMean], server_round: int) -> Modules:
+        """The next global state from the mean changes. Default: add them."""
+        return {
+            module: apply_mean(state, means[module].result() if means[module].sites else {})
+            for module, state in self.progress.modules.items()
+        }
+
+    def quorum(self) -> int:
+        """Usable training replies that a round needs."""
+        return self.settings.federation.min_sites
+
+    def export(self) -> dict[str, torch.Tensor]:
+        """What ``model.safetensors`` holds. Default: the module ``model``, or all modules as ``module.name``."""
+        modules = self.progress.modules
+        if MODEL in modules:
+            return dict(modules[MODEL])
+        return {f"{module}.{name}": value for module, state in modules.items() for name, value in state.items()}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The method's own state for a checkpoint, as flat tensors."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restores what `state_dict` gave."""
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    def start(  # type: ignore[override]
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int | None = None,
+        timeout: float | None = None,
+        *,
+        observer: Observer,
+        resume_from: Progress | None = None,
+        data_sha256: Mapping[str, str] | None = None,
+    ) -> Result:
+        """Runs the federation to its end and returns the selected model with its metrics.
+
+        ``initial_arrays`` replaces the initial ``model`` module. ``resume_from`` continues after its round;
+        ``data_sha256`` (site -> checksum) then has to match the cards. Raises QuorumError and CardError.
+        """
+        self._observer = observer
+        self._timeout = timeout or self.settings.federation.timeout_s
+        last = num_rounds or self.settings.federation.rounds
+        self.summary()
+        self.discover(grid)
+        self._initialise(initial_arrays, resume_from, data_sha256 or {})
+        observer.sites_known(self.table, self.progress.modules, self.headline_excluded)
+        result = Result()
+        for server_round in range(self.progress.server_round + 1, last + 1):
+            log(INFO, "")
+            log(INFO, "[ROUND %s/%s]", server_round, last)
+            self._train_round(grid, server_round, last)
+            result.train_metrics_clientapp[server_round] = MetricRecord({"num-sites": len(self.record.accepted)})
+        result.evaluate_metrics_clientapp[last] = self._finish(grid, last)
+        result.arrays = self.arrays
+        return result
+
+    def discover(self, grid: Grid) -> None:
+        """Waits for the expected sites, asks each for its card, freezes the table."""
+        node_ids = self._wait_for_nodes(grid)
+        registered = {int(node.node_id): str(node.name) for node in grid.get_nodes() if getattr(node, "name", "")}
+        names = {node_id: registered.get(node_id, f"node {index:04d}") for index, node_id in enumerate(node_ids)}
+        content = RecordDict({wire.CONFIG: self._config(0)})
+        messages = [Message(content, node_id, wire.PROFILE, ttl=self._timeout, group_id="0") for node_id in node_ids]
+        cards, refused, idle = [], {}, 0
+        for reply in exchange(grid, messages, names, self._timeout):
+            node_id = reply.metadata.src_node_id
+            reason = failure(reply) or wire.profile_payload().violation(reply.content)
+            if reason and reason.startswith("E-EMPTY"):
+                idle += 1
+            elif reason:
+                refused[names[node_id]] = reason
+            else:
+                try:
+                    cards.append(read_card(node_id, reply.content, registered.get(node_id)))
+                except CardError as error:
+                    refused[names[node_id]] = str(error)
+        table = freeze(cards)
+        self.table = SiteTable(table.cards, {**refused, **table.refused})
+        for site, reason in sorted(self.table.refused.items()):
+            log(WARNING, "\tsite refused: %s: %s", site, reason)
+        if len(self.table.trainable) < self.quorum():
+            raise QuorumError(
+                f"{len(self.table.trainable)} sites can train, federation.min_sites asks for {self.quorum()}"
+                + "".join(f"; {site}: {reason}" for site, reason in sorted(self.table.refused.items()))
+            )
+        log(
+            INFO,
+            "sites: %s%s",
+            ", ".join(card.site for card in self.table.cards),
+            f" ({idle} nodes idle)" if idle else "",
+        )
+
+    def _wait_for_nodes(self, grid: Grid) -> list[int]:
+        fed = self.settings.federation
+        expected = max(fed.expected_sites, self.quorum())
+        deadline = time.monotonic() + fed.wait_s
+        remind = time.monotonic()
+        while len(node_ids := sorted(grid.get_node_ids())) < expected:
+            if time.monotonic() >= deadline:
+                if len(node_ids) >= self.quorum():
+                    log(
+                        WARNING,
+                        "%s of %s expected sites are online; going on without the others",
+                        len(node_ids),
+                        expected,
+                    )
+                    break
+                raise QuorumError(
+                    f"{len(node_ids)} sites online after {fed.wait_s:g} s, {self.quorum()} needed "
+                    "(federation.min_sites, federation.wait_s)"
+                )
+            if time.monotonic() >= remind:
+                log(INFO, "waiting for sites: %s of %s online", len(node_ids), expected)
+                remind = time.monotonic() + 30
+            time.sleep(0.2)
+        return node_ids
+
+    def _initialise(
+        self, initial_arrays: ArrayRecord | None, resume_from: Progress | None, data_sha256: Mapping[str, str]
+    ) -> None:
+        labels, task = self.table.labels, self.table.task
+        metrics.check_selection_metric(self.settings.evaluation.selection_metric, task)
+        self._check_schema(self.build(labels, task))
+        counts = {card.site: float(card.num_train) for card in self.table.trainable}
+        self.weight_ceiling = max(capped_weights(counts, self.settings.federation.max_site_share).values())
+        self.headline_excluded = self._headline_excluded()
+        if resume_from is not None:
+            for card in self.table.cards:
+                if data_sha256.get(card.site, card.data_sha256) != card.data_sha256:
+                    raise CardError(
+                        f"the data of {card.site} changed: checksum {card.data_sha256}, the run had "
+                        f"{data_sha256[card.site]}; start a new run or restore the data"
+                    )
+            self._check_same_names(self.progress.modules, resume_from.modules)
+            self.progress = resume_from
+            self.load_state_dict(resume_from.method)
+        elif initial_arrays is not None:
+            given = wire.tensors(wire.decode(initial_arrays))
+            self._check_same_names({MODEL: self.progress.modules[MODEL]}, {MODEL: given})
+            self.progress.modules[MODEL] = given
+
+    def _check_schema(self, modules: Modules) -> None:
+        self.progress.modules = modules
+        specs = {name: wire.spec_of(state) for name, state in modules.items()}
+        ours = wire.schema_sha256(self.table.labels, self.table.task, specs)
+        theirs = self.table.cards[0].schema
+        if ours != theirs:
+            raise CardError(
+                f"the sites' schema is {theirs}, the server's {ours}: they run other code or other settings"
+            )
+
+    def _headline_excluded(self) -> dict[str, str]:
+        named = names_in(self.settings.evaluation.exclude)
+        needed = min(self.settings.evaluation.min_label_sites, len(self.table.trainable))
+        out = {}
+        for index, label in enumerate(self.table.labels):
+            count = self.table.sites_with_positives(index)
+            if label in named:
+                out[label] = "named in evaluation.exclude"
+            elif count < needed:
+                out[label] = f"positives at {count} training site{'s' * (count != 1)}: it would measure the site"
+        for label in sorted(set(named) - set(self.table.labels)):
+            log(WARNING, "evaluation.exclude names %r, which is not among the labels", label)
+        return out
+
+    def _train_round(self, grid: Grid, server_round: int, last: int) -> None:
+        started = time.monotonic()
+        self.record = RoundRecord(server_round)
+        self._pool = PooledScores(self.table.labels, self.table.task, self.settings.evaluation.bins)
+        messages = self.configure_train(server_round, self.arrays, ConfigRecord(), grid)
+        self.aggregate_train(server_round, self._replies(grid, messages))
+        self.record.seconds = time.monotonic() - started
+        assert self._observer is not None
+        self._observer.round_done(self.record)
+        self._observer.checkpoint(self.progress)
+        log(
+            INFO,
+            "\t└──> accepted %s of %s, %.1f s",
+            len(self.record.accepted),
+            len(self._selected),
+            self.record.seconds,
+        )
+
+    def _finish(self, grid: Grid, last: int) -> MetricRecord:
+        """Evaluates the last model, chooses, and measures the chosen model on the test split, once."""
+        assert self._observer is not None
+        self._evaluate(grid, last, "val")
+        if self.progress.best_round and self.progress.best_round != last:
+            log(INFO, "selected: the model of round %s", self.progress.best_round)
+            self.progress.modules = self._observer.load_best(self.progress.best_round)
+            self._records = {}
+        selected = self.progress.best_round or last
+        self.progress.best_round = selected
+        return self._evaluate(grid, selected, "test")
+
+    def _evaluate(self, grid: Grid, server_round: int, split: str) -> MetricRecord:
+        self._pool = PooledScores(self.table.labels, self.table.task, self.settings.evaluation.bins)
+        self._split = split
+        messages = self.configure_evaluate(server_round, self.arrays, ConfigRecord(), grid)
+        return self.aggregate_evaluate(server_round, self._replies(grid, messages)) or MetricRecord()
+
+    # -- Flower's five methods ------------------------------------------------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Training messages for the selected sites; where evaluation is due, evaluation messages for the others."""
+        self._selected = self.select_sites(server_round)
+        self._split = "val" if self._evaluation_due(server_round - 1) else ""
+        chosen = {card.site for card in self._selected}
+        log(
+            INFO,
+            "configure_train: %s of %s sites: %s",
+            len(chosen),
+            len(self.table.trainable),
+            ", ".join(sorted(chosen)),
+        )
+        for card in self._selected:
+            split = self._split if self._split and card.split_sizes[self._split] else ""
+            extra = {**config, **self.round_config(card, server_round), "evaluate": split}
+            yield self._message(wire.TRAIN, card, server_round, extra)
+        if self._split:
+            others = [card for card in self.table.cards if card.site not in chosen]
+            yield from self._evaluation_messages(others, server_round, config)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Gates and folds replies one by one, then moves the global state. Raises QuorumError below the quorum."""
+        means = {module: StreamingMean() for module in self.progress.modules}
+        norm = max((state_norm(state) for state in self.progress.modules.values()), default=0.0)
+        loss = examples = 0.0
+        for message in replies:
+            if (reply := self._gated(message, norm)) is not None:
+                self._pool.add(reply)
+                if message.metadata.message_type == wire.TRAIN:
+                    self._fold(means, reply)
+                    loss += float(reply.numbers[wire.METRICS]["loss_sum"])
+                    examples += reply.num_examples
+            del message, reply  # one reply at a time is held in memory
+        self._check_quorum(server_round)
+        if self._split:
+            self._measured(server_round - 1, self._split)
+        self._advance(means, server_round)
+        return self.arrays, MetricRecord({"train-loss-sum": loss, "num-examples": int(examples)})
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Evaluation messages for every site with samples of the split that is being measured."""
+        self.record = RoundRecord(server_round)
+        yield from self._evaluation_messages(self.table.cards, server_round, config)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Adds up the sites' score histograms and measures the pooled result; None where no site answered."""
+        for message in replies:
+            if (reply := self._gated(message, 0.0)) is not None:
+                self._pool.add(reply)
+        if not self._pool.sites:
+            log(WARNING, "no site sent %s scores, so nothing is measured", self._split)
+            return None
+        summary = self._measured(server_round, self._split)
+        return MetricRecord({key: value for key, value in summary.items() if isinstance(value, int | float)})
+
+    def summary(self) -> None:
+        """Logs what is about to run, in Flower's manner."""
+        fed = self.settings.federation
+        log(INFO, "Starting %s: %s rounds, seed %s", self.settings.method, fed.rounds, self.settings.seed)
+        log(
+            INFO,
+            "\t├── weighting: %s; quorum: %s sites; time limit of a reply: %g s",
+            fed.weighting,
+            self.quorum(),
+            fed.timeout_s,
+        )
+        log(
+            INFO,
+            "\t└── model: %s; selection: best validation %s",
+            self.settings.model.name,
+            self.settings.evaluation.selection_metric,
+        )
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def arrays(self) -> ArrayRecord:
+        """The ``model`` module as Flower's record; empty for a method without one."""
+        return self.module_record(MODEL) if MODEL in self.progress.modules else ArrayRecord()
+
+    def module_record(self, module: str) -> ArrayRecord:
+        """One module as a record, encoded once per round and shared by all messages."""
+        if module not in self._records:
+            self._records[module] = wire.encode(self.progress.modules[module])
+        return self._records[module]
+
+    def _config(self, server_round: int) -> ConfigRecord:
+        return ConfigRecord({"server_round": server_round, "experiment": self.experiment})
+
+    def _message(self, action: str, card: SiteCard, server_round: int, config: Mapping[str, Any]) -> Message:
+        last_accepted = self.progress.accepted.get(card.site, 0)
+        config = ConfigRecord({**self._config(server_round), "last_accepted": last_accepted, **config})
+        content = RecordDict({wire.CONFIG: config})
+        for module in self.sent_modules(card, server_round):
+            content[wire.MODULE + module] = self.module_record(module)
+        self.record.bytes_down += wire.size_bytes(content)
+        message = Message(content, card.node_id, action, ttl=self._timeout, group_id=str(server_round))
+        self._sent[card.node_id] = (card, message)
+        return message
+
+    def _evaluation_messages(
+        self, cards: Iterable[SiteCard], server_round: int, config: ConfigRecord
+    ) -> Iterator[Message]:
+        for card in cards:
+            if card.split_sizes[self._split]:
+                yield self._message(wire.EVALUATE, card, server_round, {**config, "evaluate": self._split})
+
+    def _replies(self, grid: Grid, messages: Iterable[Message]) -> Iterator[Message]:
+        self._sent, self._answered = {}, set()
+        messages = list(messages)
+        return exchange(grid, messages, {node: card.site for node, (card, _) in self._sent.items()}, self._timeout)
+
+    def payload(self, action: str, card: SiteCard, evaluated_split: str) -> wire.Payload:
+        """The declared payload of one site's reply to one action; the site's half declares the same."""
+        splits = [evaluated_split] if evaluated_split else []
+        evaluation = wire.evaluation_payload(
+            splits, len(self.table.labels), self.settings.evaluation.bins, self.table.task
+        )
+        if action == wire.EVALUATE:
+            return evaluation
+        specs = {name: wire.spec_of(self.progress.modules[name]) for name in self.trained_modules(card)}
+        return wire.train_payload(specs, evaluation)
+
+    def _gated(self, message: Message, reference_norm: float) -> gate.Reply | None:
+        """The accepted reply, or None with the reason in the round's record."""
+        card, sent = self._sent[message.metadata.src_node_id]
+        if reason := failure(message):
+            found = self.record.refused if reason.startswith("E-") else self.record.missing
+            found.append({"site": card.site, "reason": reason})
+            log(WARNING, "\t├── %s: %s", card.site, reason)
+            return None
+        self.record.bytes_up += wire.size_bytes(message.content)
+        config, action = sent.content[wire.CONFIG], sent.metadata.message_type
+        expected = gate.Expected(
+            site=card.site,
+            server_round=int(config["server_round"]),
+            payload=self.payload(action, card, str(config["evaluate"])),
+            max_examples=card.num_train,
+            reference_norm=reference_norm,
+            split_sizes=card.split_sizes,
+        )
+        if card.site in self._answered:
+            reply, reason = None, "a second reply to the same message"
+        else:
+            reply, reason = gate.inspect(message.content, expected)
+        self._answered.add(card.site)
+        if reply is None:
+            self.record.refused.append({"site": card.site, "reason": reason})
+            log(WARNING, "\t├── %s refused by the update gate: %s", card.site, reason)
+        return reply
+
+    def _fold(self, means: Mapping[str, StreamingMean], reply: gate.Reply) -> None:
+        bound = self.settings.federation.norm_bound
+        for module, arrays in reply.modules.items():
+            weight = self.weigh(reply, module)
+            self.record.weights[reply.site] = weight
+            means[module].add(reply.site, scaled_to_norm(arrays, reply.norm, bound) if bound else arrays, weight)
+        self.record.accepted.append(reply.site)
+        self.record.train_loss[reply.site] = float(reply.numbers[wire.METRICS]["loss_sum"]) / reply.num_examples
+
+    def _check_quorum(self, server_round: int) -> None:
+        good = len(self.record.accepted)
+        if good >= self.quorum():
+            return
+        reasons = "; ".join(
+            f"{entry['site']}: {entry['reason']}" for entry in self.record.refused + self.record.missing
+        )
+        raise QuorumError(
+            f"round {server_round}: {good} usable replies, {self.quorum()} needed (federation.min_sites); {reasons}. "
+            "The state before this round is kept; mend the cause and resume."
+        )
+
+    def _advance(self, means: Mapping[str, StreamingMean], server_round: int) -> None:
+        modules = self.combine(means, server_round)
+        self._check_same_names(self.progress.modules, modules)
+        self.progress.modules = modules
+        self.progress.server_round = server_round
+        self.progress.accepted.update(dict.fromkeys(self.record.accepted, server_round))
+        self.progress.method = self.state_dict()
+        self._records = {}
+
+    @staticmethod
+    def _check_same_names(before: Modules, after: Modules) -> None:
+        """A state never loses a tensor or changes a shape."""
+        for module in sorted(set(before) | set(after)):
+            old, new = (wire.spec_of(modules.get(module, {})) for modules in (before, after))
+            if old != new:
+                names = sorted(name for name in set(old) | set(new) if old.get(name) != new.get(name))
+                raise ValueError(
+                    f"module {module!r} changed its tensors ({', '.join(names[:3])}); the state must keep its shape"
+                )
+
+    def _evaluation_due(self, server_round: int) -> bool:
+        every = self.settings.evaluation.every
+        return server_round > 0 and every > 0 and server_round % every == 0
+
+    def _measured(self, server_round: int, split: str) -> dict[str, Any]:
+        """Records a pooled evaluation; on validation, keeps the model where it is the best so far."""
+        assert self._observer is not None
+        progress = self.progress
+        thresholds = None if progress.best_thresholds is None else np.array(progress.best_thresholds)
+        if split == "val":
+            thresholds = self._pool.best_thresholds()
+            if not self.selects_model:
+                progress.best_thresholds = thresholds.tolist()
+        summary = self._pool.summary(thresholds, set(self.headline_excluded))
+        self._observer.evaluated(server_round, split, self._pool, thresholds)
+        name = self.settings.evaluation.selection_metric
+        value = metrics.selection_value(summary, name)
+        log(
+            INFO,
+            "\t├── %s of round %s: %s = %s",
+            split,
+            server_round,
+            name,
+            "not defined" if value is None else f"{value:.4f}",
+        )
+        if (
+            split == "val"
+            and self.selects_model
+            and value is not None
+            and (progress.best_value is None or value > progress.best_value)
+        ):
+            progress.best_round, progress.best_value = server_round, float(value)
+            progress.best_thresholds = [float(threshold) for threshold in thresholds]
+            self._observer.keep_best(server_round, progress.modules)
+        return summary
+
+
+def initial_network(labels: tuple[str, ...], settings: Settings) -> nn.Module:
+    """The configured network with seeded initial weights, or those of ``model.weights`` (a safetensors file)."""
+    model, data = settings.model, settings.data
+    with seeding.scope(settings.seed, "initial_weights"):
+        network = build_network(
+            model.name,
+            channels=data.channels,
+            num_labels=len(labels),
+            image_size=data.image_size,
+            width=model.width,
+            norm=model.norm,
+        )
+    if model.weights:
+        load_backbone(network, Path(model.weights).expanduser())
+    return network
+
+
+def state_norm(state: wire.State) -> float:
+    """L2 norm over the float tensors of a module."""
+    norms = [float(torch.linalg.vector_norm(value)) for value in state.values() if value.is_floating_point()]
+    return float(np.linalg.norm(norms))
+
+
+def stratified(cards: list[SiteCard], count: int, rng: np.random.Generator) -> list[SiteCard]:
+    """``count`` sites drawn as evenly over the modality profiles as these allow, sorted by site name.
+
+    Each profile gets the same number; what a small profile cannot give is dealt round robin to the others.
+    """
+    groups: dict[tuple[str, ...], list[SiteCard]] = {}
+    for card in cards:
+        groups.setdefault(card.modalities, []).append(card)
+    shuffled = [[group[i] for i in rng.permutation(len(group))] for _, group in sorted(groups.items())]
+    chosen: list[SiteCard] = []
+    while len(chosen) < count:
+        for group in shuffled:
+            if group and len(chosen) < count:
+                chosen.append(group.pop())
+    return sorted(chosen, key=lambda card: card.site)

@@ -1,0 +1,77 @@
+"""Pooled evaluation: the sites' score histograms added up, beside every site's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from federation.metrics import ScoreHistogram
+from federation.summaries import per_class_table, summarise, summarise_confusion
+from strategies.gate import Reply
+
+POOLED = "pooled"
+
+
+class PooledScores:
+    """Scores of one split by site and over all sites, from accepted replies. Merging is exact and has no order."""
+
+    def __init__(self, labels: tuple[str, ...], task: str, bins: int) -> None:
+        self.labels = labels
+        self.task = task
+        self._histograms = {POOLED: ScoreHistogram(len(labels), bins)}
+        self._confusion = {POOLED: np.zeros((len(labels), len(labels)), np.int64)}
+        self._loss = {POOLED: [0.0, 0]}
+
+    @property
+    def sites(self) -> list[str]:
+        """Sites that sent scores, sorted."""
+        return sorted(set(self._histograms) - {POOLED})
+
+    def add(self, reply: Reply) -> None:
+        """Adds the scores of one reply; a reply without scores changes nothing."""
+        for split, arrays in reply.scores.items():
+            histogram = ScoreHistogram.from_arrays({k: v for k, v in arrays.items() if k != "confusion"})
+            self._histograms[reply.site] = histogram
+            self._histograms[POOLED].merge(histogram)
+            if "confusion" in arrays:
+                self._confusion[reply.site] = arrays["confusion"].copy()
+                self._confusion[POOLED] += arrays["confusion"]
+            loss = reply.numbers[f"loss.{split}"]
+            self._loss[reply.site] = [float(loss["loss_sum"]), int(loss["num_examples"])]
+            self._loss[POOLED][0] += self._loss[reply.site][0]
+            self._loss[POOLED][1] += self._loss[reply.site][1]
+
+    def best_thresholds(self) -> np.ndarray:
+        """Per label ``(C,) float64``: the threshold of the best pooled F1; call it on validation scores only."""
+        return self._histograms[POOLED].best_thresholds("f1")
+
+    def summary(
+        self,
+        thresholds: np.ndarray | None,
+        excluded: set[str],
+        scope: str = POOLED,
+        *,
+        bootstrap_draws: int = 0,
+        seed: int = 0,
+    ) -> dict[str, Any]:
+        """Headline figures of one site or of all; undefined is None. ``thresholds``: per label, None for 0.5."""
+        if scope not in self._histograms:
+            return {}
+        figures = summarise(
+            self._histograms[scope],
+            self.labels,
+            thresholds=0.5 if thresholds is None else thresholds,
+            excluded=excluded,
+            bootstrap_draws=bootstrap_draws,
+            seed=seed,
+        )
+        if self.task == "multiclass":
+            figures |= summarise_confusion(self._confusion[scope], self.labels, excluded=excluded)
+        total, count = self._loss[scope]
+        return figures | {"loss": total / count if count else None, "num_examples": count}
+
+    def per_class(self, thresholds: np.ndarray | None, excluded: set[str], scope: str = POOLED) -> list[dict[str, Any]]:
+        """One row a label with support, AUROC, AP, F1, sensitivity and specificity with intervals."""
+        thresholds = 0.5 if thresholds is None else thresholds
+        return per_class_table(self._histograms[scope], self.labels, thresholds=thresholds, excluded=excluded)
