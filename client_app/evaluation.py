@@ -56,8 +56,7 @@ def score(network: nn.Module, site: Site, job: Job, split: str) -> Scores:
         if task == "multiclass":
             truth = torch.where((targets == 1).any(dim=1), targets.argmax(dim=1), -1)
             confusion += confusion_matrix(scores.argmax(dim=1), truth, num_labels)
-    arrays = dict(histogram.suppress(job.settings.privacy.min_cell).to_arrays())
-    arrays = {name: value.astype(np.int64) for name, value in arrays.items()}
+    arrays = histogram.suppress(job.settings.privacy.min_cell).to_arrays()
     if task == "multiclass":
         arrays["confusion"] = suppress_small(confusion, job.settings.privacy.min_cell)
     return Scores(arrays, known_samples, total / max(entries, 1) * known_samples)

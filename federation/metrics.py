@@ -132,12 +132,9 @@ class ScoreHistogram:
         counts = ("positives", "negatives", "positive_steps", "negative_steps")
         return {**dict.fromkeys(counts, (num_classes, bins)), "suppressed": (num_classes,)}
 
-    def to_arrays(self) -> dict[str, NDArray[np.int32]]:
-        """Copies of the five arrays that travel, by attribute name, int32; raises ValueError if a count exceeds it."""
-        largest = max(int(array.max()) for array in self._arrays().values())
-        if largest > np.iinfo(np.int32).max:
-            raise ValueError(f"a histogram entry of {largest} does not fit int32; send the site's data in parts")
-        return {name: array.astype(np.int32) for name, array in self._arrays().items()}
+    def to_arrays(self) -> dict[str, Ints]:
+        """Copies of the five arrays that travel, by attribute name, int64: positions outgrow int32 at a large site."""
+        return {name: array.copy() for name, array in self._arrays().items()}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, ArrayLike]) -> Self:

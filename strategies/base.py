@@ -1,8 +1,8 @@
 """The round protocol that every method runs on.
 
 `FederatedStrategy.start` is the one loop: site cards, then rounds of (select, send, gate, fold, apply, checkpoint),
-then the last evaluation and the test. A method overrides the hooks under "what a method changes" and nothing else; it never
-talks to the Grid.
+then the last evaluation and the test. A method overrides the hooks under "what a method changes" and nothing else; it
+never talks to the Grid.
 
 Evaluation of round r's model travels with the training of round r + 1: a deployed exchange costs a process start at
 every site, so a run of R rounds takes R + 3 exchanges.
@@ -30,16 +30,13 @@ from federation.settings import Settings, names_in
 from models.networks import build_network, load_backbone
 from strategies import gate
 from strategies.aggregation import StreamingMean, apply_mean, capped_weights, scaled_to_norm
-from strategies.cards import CardError, SiteCard, SiteTable, freeze, read_card
+from strategies.cards import CardError, SiteCard, SiteTable
+from strategies.discovery import QuorumError, collect_table, wait_for_nodes
 from strategies.evaluation import PooledScores
 from strategies.exchange import exchange, failure
 
 MODEL = "model"
 Modules = dict[str, dict[str, torch.Tensor]]
-
-
-class QuorumError(RuntimeError):
-    """Fewer usable replies or sites than a round needs. The run ends here and can be resumed."""
 
 
 @dataclass
@@ -197,79 +194,28 @@ class FederatedStrategy(Strategy):
         self._timeout = timeout or self.settings.federation.timeout_s
         last = num_rounds or self.settings.federation.rounds
         self.summary()
-        self.discover(grid)
+        self.table = self._discovered(grid)
         self._initialise(initial_arrays, resume_from, data_sha256 or {})
         observer.sites_known(self.table, self.progress.modules, self.headline_excluded)
         result = Result()
         for server_round in range(self.progress.server_round + 1, last + 1):
             log(INFO, "")
             log(INFO, "[ROUND %s/%s]", server_round, last)
-            self._train_round(grid, server_round, last)
+            self._train_round(grid, server_round)
             result.train_metrics_clientapp[server_round] = MetricRecord({"num-sites": len(self.record.accepted)})
         result.evaluate_metrics_clientapp[last] = self._finish(grid, last)
         result.arrays = self.arrays
         return result
 
-    def discover(self, grid: Grid) -> None:
-        """Waits for the expected sites, asks each for its card, freezes the table."""
-        node_ids = self._wait_for_nodes(grid)
-        registered = {int(node.node_id): str(node.name) for node in grid.get_nodes() if getattr(node, "name", "")}
-        names = {node_id: registered.get(node_id, f"node {index:04d}") for index, node_id in enumerate(node_ids)}
+    def _discovered(self, grid: Grid) -> SiteTable:
+        fed, quorum = self.settings.federation, self.quorum()
+        node_ids = wait_for_nodes(grid, expected=fed.expected_sites, quorum=quorum, wait_s=fed.wait_s)
         content = RecordDict({wire.CONFIG: self._config(0)})
-        messages = [Message(content, node_id, wire.PROFILE, ttl=self._timeout, group_id="0") for node_id in node_ids]
-        cards, refused, idle = [], {}, 0
-        for reply in exchange(grid, messages, names, self._timeout):
-            node_id = reply.metadata.src_node_id
-            reason = failure(reply) or wire.profile_payload().violation(reply.content)
-            if reason and reason.startswith("E-EMPTY"):
-                idle += 1
-            elif reason:
-                refused[names[node_id]] = reason
-            else:
-                try:
-                    cards.append(read_card(node_id, reply.content, registered.get(node_id)))
-                except CardError as error:
-                    refused[names[node_id]] = str(error)
-        table = freeze(cards)
-        self.table = SiteTable(table.cards, {**refused, **table.refused})
-        for site, reason in sorted(self.table.refused.items()):
-            log(WARNING, "\tsite refused: %s: %s", site, reason)
-        if len(self.table.trainable) < self.quorum():
-            raise QuorumError(
-                f"{len(self.table.trainable)} sites can train, federation.min_sites asks for {self.quorum()}"
-                + "".join(f"; {site}: {reason}" for site, reason in sorted(self.table.refused.items()))
-            )
-        log(
-            INFO,
-            "sites: %s%s",
-            ", ".join(card.site for card in self.table.cards),
-            f" ({idle} nodes idle)" if idle else "",
-        )
-
-    def _wait_for_nodes(self, grid: Grid) -> list[int]:
-        fed = self.settings.federation
-        expected = max(fed.expected_sites, self.quorum())
-        deadline = time.monotonic() + fed.wait_s
-        remind = time.monotonic()
-        while len(node_ids := sorted(grid.get_node_ids())) < expected:
-            if time.monotonic() >= deadline:
-                if len(node_ids) >= self.quorum():
-                    log(
-                        WARNING,
-                        "%s of %s expected sites are online; going on without the others",
-                        len(node_ids),
-                        expected,
-                    )
-                    break
-                raise QuorumError(
-                    f"{len(node_ids)} sites online after {fed.wait_s:g} s, {self.quorum()} needed "
-                    "(federation.min_sites, federation.wait_s)"
-                )
-            if time.monotonic() >= remind:
-                log(INFO, "waiting for sites: %s of %s online", len(node_ids), expected)
-                remind = time.monotonic() + 30
-            time.sleep(0.2)
-        return node_ids
+        table = collect_table(grid, node_ids, content, quorum=quorum, timeout_s=self._timeout)
+        if fed.sites_per_round > len(table.trainable):
+            asked, there = fed.sites_per_round, len(table.trainable)
+            log(WARNING, "federation.sites_per_round = %s but %s sites can train; all are used", asked, there)
+        return table
 
     def _initialise(
         self, initial_arrays: ArrayRecord | None, resume_from: Progress | None, data_sha256: Mapping[str, str]
@@ -319,7 +265,7 @@ class FederatedStrategy(Strategy):
             log(WARNING, "evaluation.exclude names %r, which is not among the labels", label)
         return out
 
-    def _train_round(self, grid: Grid, server_round: int, last: int) -> None:
+    def _train_round(self, grid: Grid, server_round: int) -> None:
         started = time.monotonic()
         self.record = RoundRecord(server_round)
         self._pool = PooledScores(self.table.labels, self.table.task, self.settings.evaluation.bins)
