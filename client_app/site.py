@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
 from datasets.catalogue import open_manifest
 from datasets.partition import Partition, beta_gamma, by_site, dirichlet, hide_labels, iid, long_tail, pooled_train
 from datasets.records import DataError, Manifest, SiteData
 from datasets.site import load_site
 from federation import registry, seeding, wire
-from federation.files import write_atomic
+from federation.files import save_tensors
 from federation.settings import DataArea, Settings, names_in
 
 EXPERIMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -49,8 +49,8 @@ class Site:
         A round that is repeated after a crash overwrites its own state, and starts from the round before.
         """
         folder = self.folder / "state"
-        tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
-        write_atomic(folder / f"{name}-{server_round:06d}.safetensors", save(tensors))
+        tensors = {key: value.cpu() for key, value in state.items()}
+        save_tensors(folder / f"{name}-{server_round:06d}.safetensors", tensors)
         for old in sorted(folder.glob(f"{name}-*.safetensors"))[:-GENERATIONS]:
             old.unlink(missing_ok=True)
 

@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = 0o600) -> Iterator[Path]:
+    """Gives a temporary path to write to and moves it to ``path`` at the end of the block.
+
+    A crash at any moment leaves the old content or the new, never a part: the bytes are on the disk before the name
+    points to them, and the folder's entry after it. An error inside the block leaves the old file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        os.chmod(temporary, mode)
+        _flush(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _flush(path.parent)
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Writes a file so that a crash at any moment leaves the old content or the new, never a part.
-
-    The bytes are on the disk before the name points to them, and the folder's entry after it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    """Writes a file whole; see `replacing`."""
+    with replacing(path, mode) as temporary:
+        temporary.write_bytes(data)
 
 
-def sync_folder(folder: Path) -> None:
-    """Flushes a folder's entries to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, str] | None = None) -> None:
+    """Writes CPU tensors as a safetensors file, whole and without a copy in memory; ``header`` is text about them."""
+    with replacing(path) as temporary:
+        save_file({name: value.detach().contiguous() for name, value in tensors.items()}, temporary, dict(header or {}))
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator
 
 from federation import registry
 from federation.metrics import check_selection_metric
@@ -34,6 +34,14 @@ class Area(BaseModel):
     """One section of the run config. Strings from a command line are accepted where they parse."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_flag_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """``rounds = true`` would be read as 1."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("Input should not be a flag (true or false)")
+        return value
 
 
 class FederationArea(Area):
@@ -69,6 +77,12 @@ class DataArea(Area):
     rho: float = Field(20.0, ge=1, description="largest class over smallest class in a long tail")
     min_samples: int = Field(16, ge=1, description="training samples every simulated site gets at least")
     cache_dir: str = Field("", description="folder of decoded images; empty: below the runs folder")
+
+    @field_validator("channels", mode="before")
+    @classmethod
+    def _number_in_text(cls, value: Any) -> Any:
+        """A Literal takes no "3" for 3, as the numbers of the other fields do."""
+        return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
 
 
 class ModelArea(Area):

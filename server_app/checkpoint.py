@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from flwr.supercore import log
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from federation import wire
-from federation.files import write_atomic
+from federation.files import save_tensors
 from federation.settings import RUNTIME_KEYS, Settings
 from strategies.base import Modules, Progress
 
@@ -61,9 +60,7 @@ def save_checkpoint(run_dir: Path, progress: Progress, facts: Facts) -> Path:
     scalars = {f.name: getattr(progress, f.name) for f in fields(progress) if f.name not in ("modules", "method")}
     header = {"format": FORMAT, "progress": scalars, "facts": asdict(facts), "sha256": _hash(tensors)}
     path = run_dir / FOLDER / f"round-{progress.server_round:06d}.safetensors"
-    write_atomic(
-        path, save({name: value.contiguous() for name, value in tensors.items()}, {"consilium": json.dumps(header)})
-    )
+    save_tensors(path, tensors, {"consilium": json.dumps(header)})
     for old in _files(run_dir)[:-GENERATIONS]:
         old.unlink(missing_ok=True)
     return path

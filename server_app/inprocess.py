@@ -76,7 +76,7 @@ class InProcessGrid(Grid):
         for message in messages:
             self._sent += 1
             message.metadata.__dict__["_message_id"] = f"m{self._sent}"
-            self._waiting[message.metadata.message_id] = message
+            self._waiting[message.metadata.message_id] = Message(copied(message.content), metadata=message.metadata)
             ids.append(message.metadata.message_id)
         return ids
 
@@ -89,11 +89,9 @@ class InProcessGrid(Grid):
 
     def _execute(self, message: Message) -> Message | None:
         node_id = message.metadata.dst_node_id
-        inner = Message(copied(message.content), reply_to=message)
-        inner.metadata.__dict__.update(message.metadata.__dict__)
 
         def answer() -> Message:
-            return client_app(inner, self._contexts[node_id])
+            return client_app(message, self._contexts[node_id])
 
         try:
             fault = self._faults.get(self._nodes.index(node_id))

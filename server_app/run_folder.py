@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load_file
 
 from federation import wire
-from federation.files import write_atomic
+from federation.files import save_tensors, write_atomic
 from federation.settings import Settings
 from server_app import checkpoint
 from server_app.checkpoint import Facts, ResumeError
@@ -170,14 +170,12 @@ class RunFolder:
 
     def keep_best(self, server_round: int, modules: Modules) -> None:
         """Keeps a copy on disk; older ones go with the next checkpoint, which is the first to name this one."""
-        tensors = {
-            f"{module}/{name}": value.contiguous() for module, state in modules.items() for name, value in state.items()
-        }
-        write_atomic(self._best(server_round), save(tensors))
+        tensors = {f"{module}/{name}": value for module, state in modules.items() for name, value in state.items()}
+        save_tensors(self._best(server_round), tensors)
 
     def load_best(self, server_round: int) -> Modules:
         modules: Modules = {}
-        for name, value in load(self._best(server_round).read_bytes()).items():
+        for name, value in load_file(self._best(server_round)).items():
             module, _, key = name.partition("/")
             modules.setdefault(module, {})[key] = value
         return modules
@@ -204,7 +202,7 @@ class RunFolder:
             "model": json.dumps({**self.settings.model.model_dump(), **_input(self.settings)}),
             "sha256": model_sha256,
         }
-        write_atomic(self.path / "model.safetensors", save({k: v.contiguous() for k, v in exported.items()}, header))
+        save_tensors(self.path / "model.safetensors", exported, header)
         self._run |= {
             "model_sha256": model_sha256,
             "selected_round": progress.best_round,

@@ -71,6 +71,16 @@ class RoundRecord:
     weights: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """What is remembered of a message while its reply is awaited."""
+
+    card: SiteCard
+    action: str
+    server_round: int
+    evaluated_split: str
+
+
 class Observer(Protocol):
     """Keeps what a run leaves behind (`server_app.run_folder`)."""
 
@@ -104,7 +114,7 @@ class FederatedStrategy(Strategy):
         self.headline_excluded: dict[str, str] = {}
         self.weight_ceiling = float("inf")
         self._records: dict[str, ArrayRecord] = {}
-        self._sent: dict[int, tuple[SiteCard, Message]] = {}
+        self._sent: dict[int, _Sent] = {}
         self._answered: set[str] = set()
         self._selected: list[SiteCard] = []
         self._split = ""
@@ -335,7 +345,7 @@ class FederatedStrategy(Strategy):
         for message in replies:
             if (reply := self._gated(message, norm)) is not None:
                 self._pool.add(reply)
-                if message.metadata.message_type == wire.TRAIN:
+                if self._sent[message.metadata.src_node_id].action == wire.TRAIN:
                     self._fold(means, reply)
                     loss += float(reply.numbers[wire.METRICS]["loss_sum"])
                     examples += reply.num_examples
@@ -406,7 +416,7 @@ class FederatedStrategy(Strategy):
             content[wire.MODULE + module] = self.module_record(module)
         self.record.bytes_down += wire.size_bytes(content)
         message = Message(content, card.node_id, action, ttl=self._timeout, group_id=str(server_round))
-        self._sent[card.node_id] = (card, message)
+        self._sent[card.node_id] = _Sent(card, action, server_round, str(config.get("evaluate", "")))
         return message
 
     def _evaluation_messages(
@@ -419,7 +429,10 @@ class FederatedStrategy(Strategy):
     def _replies(self, grid: Grid, messages: Iterable[Message]) -> Iterator[Message]:
         self._sent, self._answered = {}, set()
         messages = list(messages)
-        return exchange(grid, messages, {node: card.site for node, (card, _) in self._sent.items()}, self._timeout)
+        names = {node_id: sent.card.site for node_id, sent in self._sent.items()}
+        replies = exchange(grid, messages, names, self._timeout)
+        self._records = {}  # what was sent is with the SuperLink now
+        return replies
 
     def payload(self, action: str, card: SiteCard, evaluated_split: str) -> wire.Payload:
         """The declared payload of one site's reply to one action; the site's half declares the same."""
@@ -434,18 +447,18 @@ class FederatedStrategy(Strategy):
 
     def _gated(self, message: Message, reference_norm: float) -> gate.Reply | None:
         """The accepted reply, or None with the reason in the round's record."""
-        card, sent = self._sent[message.metadata.src_node_id]
+        sent = self._sent[message.metadata.src_node_id]
+        card = sent.card
         if reason := failure(message):
             found = self.record.refused if reason.startswith("E-") else self.record.missing
             found.append({"site": card.site, "reason": reason})
             log(WARNING, "\t├── %s: %s", card.site, reason)
             return None
         self.record.bytes_up += wire.size_bytes(message.content)
-        config, action = sent.content[wire.CONFIG], sent.metadata.message_type
         expected = gate.Expected(
             site=card.site,
-            server_round=int(config["server_round"]),
-            payload=self.payload(action, card, str(config["evaluate"])),
+            server_round=sent.server_round,
+            payload=self.payload(sent.action, card, sent.evaluated_split),
             max_examples=card.num_train,
             reference_norm=reference_norm,
             split_sizes=card.split_sizes,
@@ -481,8 +494,9 @@ class FederatedStrategy(Strategy):
             "The state before this round is kept; mend the cause and resume."
         )
 
-    def _advance(self, means: Mapping[str, StreamingMean], server_round: int) -> None:
+    def _advance(self, means: dict[str, StreamingMean], server_round: int) -> None:
         modules = self.combine(means, server_round)
+        means.clear()  # a model's worth of memory, before the next state is encoded
         self._check_same_names(self.progress.modules, modules)
         self.progress.modules = modules
         self.progress.server_round = server_round

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from logging import INFO, WARNING
 
-from flwr.app import Error, Message
+from flwr.app import Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
@@ -37,15 +37,19 @@ ERRORS = {
 
 
 def exchange(grid: Grid, messages: Sequence[Message], names: Mapping[int, str], timeout_s: float) -> Iterator[Message]:
-    """Yields one reply for every message, in the order of the sites' names (``names``: node id -> site).
+    """Sends messages; the iterator gives one reply for each, in the order of the sites' names (node id -> site).
 
     A site that stays silent until ``timeout_s`` is represented by an error reply, so this never raises for a site. The
-    messages must carry ``ttl=timeout_s``, so that they expire at the sites at the same moment. The caller must drop a
-    reply before it asks for the next: then one reply is held at a time.
+    messages must carry ``ttl=timeout_s``, so that they expire at the sites at the same moment. Nothing sent is held
+    here; the caller must drop a reply before it asks for the next: then one reply is in memory at a time.
     """
     messages = sorted(messages, key=lambda message: names[message.metadata.dst_node_id])
-    waiting = dict(zip(list(grid.push_messages(messages)), messages, strict=True))
-    clock = _Clock(timeout_s)
+    ids = list(grid.push_messages(messages))
+    waiting = {i: Message(RecordDict(), metadata=m.metadata) for i, m in zip(ids, messages, strict=True)}
+    return _replies(grid, waiting, names, _Clock(timeout_s))
+
+
+def _replies(grid: Grid, waiting: dict[str, Message], names: Mapping[int, str], clock: _Clock) -> Iterator[Message]:
     for message_id in list(waiting):
         yield _wait(grid, message_id, waiting, names, clock)
 

@@ -1,0 +1,42 @@
+# Everything a newcomer needs: Python 3.11 or newer, pip, make and git. `make demo` is the place to start.
+#   make demo                      trains on embedded images, prints the result table and the path of the report
+#   make demo DATA=path/to/data    the same on real chest X-rays (a folder or zip with metadata.csv)
+#   make test | lint | bench | clean
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+DATA ?=
+PRESET ?= $(if $(DATA),presets/chest-xray.toml,presets/demo.toml)
+TIMEOUT ?= 1800
+ARGS ?=
+
+.PHONY: demo test lint bench clean install install-test
+.DEFAULT_GOAL := demo
+
+# A half-made environment would look finished to the next call, so it is removed; one of an old Python is never made.
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" * (sys.version_info < (3, 11)))'
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+install: $(PY)
+	@$(PY) deploy/install.py
+
+install-test: $(PY)
+	@$(PY) deploy/install.py test dicom
+
+demo: install
+	@$(PY) -m server_app.simulate --preset "$(PRESET)" $(if $(DATA),--data "$(DATA)") --timeout $(TIMEOUT) $(ARGS)
+
+test: install-test
+	@$(PY) -m pytest $(ARGS)
+
+lint: install-test
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+bench: install
+	@$(PY) -m bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis
