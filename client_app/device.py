@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import torch
 
-from federation.settings import TrainingArea
+from federation.settings import SettingsError, TrainingArea
 
 
 def pick_device(wanted: str) -> torch.device:
-    """``auto``: the GPU where there is one. Raises ValueError where ``cuda`` is asked for and absent."""
+    """``auto``: the GPU where there is one. Raises SettingsError where ``cuda`` is asked for and absent."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ValueError("training.device = 'cuda' but this machine offers no CUDA device; use 'auto' or 'cpu'")
+        raise SettingsError(["training.device = 'cuda' but this machine offers no CUDA device; use 'auto' or 'cpu'"])
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 

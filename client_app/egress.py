@@ -92,23 +92,19 @@ class Ledger:
 
     def _end(self) -> tuple[int, str]:
         """Number and hash of the last line. A line torn by a crash is cut off: its reply never left."""
-        if not self.path.exists():
-            return 0, GENESIS
-        data = self.path.read_bytes()
-        if not data.endswith(b"\n"):
+        data = self.path.read_bytes() if self.path.exists() else b""
+        if data and not data.endswith(b"\n"):
             whole = data.rfind(b"\n") + 1
             os.truncate(self.path, whole)
             data = data[:whole]
-        if not data:
-            return 0, GENESIS
-        text = data[data.rfind(b"\n", 0, -1) + 1 :].decode(errors="replace")
-        number = data.count(b"\n")
-        if (
-            wrong := _line_problem(text, number, None)
-            or _against_head(self.head, number, json.loads(text)["sha256"]).reason
-        ):
+        number, last, wrong = data.count(b"\n"), GENESIS, ""
+        if number:
+            text = data[data.rfind(b"\n", 0, -1) + 1 :].decode(errors="replace")
+            wrong = _line_problem(text, number, None)
+            last = GENESIS if wrong else json.loads(text)["sha256"]
+        if wrong := wrong or _against_head(self.head, number, last).reason:
             raise EgressError(f"the ledger is damaged, nothing leaves until it is looked at: line {number}: {wrong}")
-        return number, json.loads(text)["sha256"]
+        return number, last
 
 
 @dataclass(frozen=True)
@@ -140,8 +136,9 @@ def verify(path: str | Path) -> Verification:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    if path.exists():
-        yield from path.read_text(encoding="utf-8", errors="replace").splitlines()
+    if path.exists() and path.stat().st_size:
+        # Not splitlines(): JSON may hold other line separators, such as U+2028, as they are.
+        yield from path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
 
 
 def _line_problem(text: str, number: int, previous: str | None) -> str:
@@ -164,11 +161,15 @@ def _against_head(head: Path, entries: int, last: str) -> Verification:
     if not head.exists():
         missing = entries > 1
         return Verification(entries, last, entries + 1 if missing else None, "the head file is gone" if missing else "")
-    known = json.loads(head.read_text())
-    if entries < known["entries"]:
-        reason = f"the ledger ends here, {known['entries']} entries were written (the end was cut off)"
+    try:
+        known = json.loads(head.read_text())
+        written, sha256 = int(known["entries"]), str(known["sha256"])
+    except (ValueError, KeyError, TypeError):
+        return Verification(entries, last, entries + 1, "the head file cannot be read (overwritten)")
+    if entries < written:
+        reason = f"the ledger ends here, {written} entries were written (the end was cut off)"
         return Verification(entries, last, entries + 1, reason)
-    if entries == known["entries"] and last != known["sha256"]:
+    if entries == written and last != sha256:
         return Verification(entries, last, entries, "it is not the line that was written last (the end was replaced)")
     return Verification(entries, last)
 

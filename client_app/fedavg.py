@@ -10,6 +10,4 @@ def train(site: Site, modules: Modules, job: Job) -> Update:
     """The change of ``model`` after local training."""
     network = received_network(site, modules, job)
     done = fit(network, site, job)
-    return Update(
-        {"model": change(modules["model"], network.state_dict())}, done.num_examples, done.loss_sum, done.num_steps
-    )
+    return done.update({"model": change(modules["model"], network.state_dict())})

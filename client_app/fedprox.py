@@ -12,6 +12,4 @@ def train(site: Site, modules: Modules, job: Job) -> Update:
     network = received_network(site, modules, job)
     reference = {name: modules["model"][name].to(job.device) for name, _ in network.named_parameters()}
     done = fit(network, site, job, penalty=lambda: proximal_term(network, reference, job.settings.options.mu))
-    return Update(
-        {"model": change(modules["model"], network.state_dict())}, done.num_examples, done.loss_sum, done.num_steps
-    )
+    return done.update({"model": change(modules["model"], network.state_dict())})

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from client_app import evaluation, training
@@ -36,6 +37,7 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (Diverged, "E-DIVERGED"),
     (wire.WireError, "E-MISMATCH"),
     (MemoryError, "E-MEMORY"),
+    (torch.OutOfMemoryError, "E-MEMORY"),
     (OSError, "E-DATA"),
 )
 
@@ -163,5 +165,6 @@ def _refusal(error: Exception, message: Message, folder: Path | None) -> RecordD
         action = message.metadata.message_type
         with contextlib.suppress(Exception):
             site_logger(folder).error("%s while answering %s", code, action, exc_info=error)
+        with contextlib.suppress(Exception):
             release(content, wire.REFUSAL_PAYLOAD, Ledger(folder / "egress.jsonl"), server_round=0, action=action)
     return content

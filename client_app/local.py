@@ -15,8 +15,8 @@ def train(site: Site, modules: Modules, job: Job) -> Update:
     """One more round of the site's own model; nothing of it leaves."""
     network = received_network(site, own_model(site, modules, job), job)
     done = fit(network, site, job)
-    site.save_state(STATE, job.server_round, network.state_dict())
-    return Update({}, done.num_examples, done.loss_sum, done.num_steps)
+    site.save_state(STATE, job.server_round, network.state_dict(), job.last_accepted)
+    return done.update({})
 
 
 def evaluate(site: Site, modules: Modules, job: Job, split: str) -> Scores:

@@ -43,12 +43,12 @@ def train(site: Site, modules: Modules, job: Job) -> Update:
         name: own[name] - server[name] + (modules["model"][name] - value.detach().cpu()) / (done.num_steps * lr)
         for name, value in network.named_parameters()
     }
-    site.save_state(STATE, job.server_round, new)
+    site.save_state(STATE, job.server_round, new, job.last_accepted)
     changes = {
         "control": {name: new[name] - own[name] for name in new},
         "model": change(modules["model"], network.state_dict()),
     }
-    return Update(changes, done.num_examples, done.loss_sum, done.num_steps)
+    return done.update(changes)
 
 
 def own_control(site: Site, like: dict[str, Tensor], last_accepted: int) -> dict[str, Tensor]:

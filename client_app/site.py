@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from datasets.catalogue import open_manifest
@@ -28,7 +29,7 @@ from federation.files import save_tensors
 from federation.settings import DataArea, Settings, names_in
 
 EXPERIMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-GENERATIONS = 2
+STARTED_FROM = "started_from"
 
 
 class IdleNode(Exception):
@@ -43,21 +44,30 @@ class Site:
     data: SiteData
     folder: Path
 
-    def save_state(self, name: str, server_round: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Keeps tensors as they are after a round, atomically; the two newest rounds stay.
+    def save_state(self, name: str, server_round: int, state: Mapping[str, torch.Tensor], last_accepted: int) -> None:
+        """Keeps tensors as they are after a round, atomically, and drops those that no round can start from again.
 
-        A round that is repeated after a crash overwrites its own state, and starts from the round before.
+        Three stay: this round's, those of ``last_accepted``, which it started from, and those which that round had
+        started from. A server that lost its newest checkpoint goes back by one round, and rounds that it refused lie
+        between, so the newest files are not the ones that count. A repeated round overwrites its own state.
         """
-        folder = self.folder / "state"
-        tensors = {key: value.cpu() for key, value in state.items()}
-        save_tensors(folder / f"{name}-{server_round:06d}.safetensors", tensors)
-        for old in sorted(folder.glob(f"{name}-*.safetensors"))[:-GENERATIONS]:
+        path = self._state_file(name, server_round)
+        save_tensors(path, {key: value.cpu() for key, value in state.items()}, {STARTED_FROM: str(last_accepted)})
+        before = self._state_file(name, last_accepted)
+        kept = {path, before}
+        if before.exists():
+            with safe_open(before, framework="pt") as file:
+                kept.add(self._state_file(name, int(file.metadata()[STARTED_FROM])))
+        for old in set(path.parent.glob(f"{name}-*.safetensors")) - kept:
             old.unlink(missing_ok=True)
 
     def load_state(self, name: str, server_round: int) -> dict[str, torch.Tensor] | None:
         """Tensors as they were after exactly this round, or None where there are none."""
-        path = self.folder / "state" / f"{name}-{server_round:06d}.safetensors"
+        path = self._state_file(name, server_round)
         return load_file(path) if path.exists() else None
+
+    def _state_file(self, name: str, server_round: int) -> Path:
+        return self.folder / "state" / f"{name}-{server_round:06d}.safetensors"
 
 
 def open_folder(settings: Settings, node_config: Mapping[str, Any], experiment: str) -> Path:
@@ -197,6 +207,7 @@ def site_logger(folder: Path) -> logging.Logger:
         logger.propagate = False
         logger.setLevel(logging.INFO)
         handler = logging.FileHandler(folder / "site.log", encoding="utf-8", delay=True)
+        handler.handleError = lambda record: None  # the default prints the message to stderr, which Ray forwards
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(handler)
     return logger

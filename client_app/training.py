@@ -49,12 +49,16 @@ class Update:
 
 @dataclass
 class Fit:
-    """How a local training went. ``loss_sum`` is over the samples of the last epoch, each with its mean entry loss."""
+    """How a local training went. ``loss_sum``: over the samples of the last epoch, the loss of their batch."""
 
     num_examples: int = 0
     loss_sum: float = 0.0
     num_steps: int = 0
     losses: list[float] = field(default_factory=list)
+
+    def update(self, modules: Modules) -> Update:
+        """These changes as what the site sends, with how the training went."""
+        return Update(modules, self.num_examples, self.loss_sum, self.num_steps)
 
 
 def network_for(labels: tuple[str, ...], settings: Settings) -> nn.Module:
@@ -126,7 +130,7 @@ def fit(
     """Trains a network in place on the site's training split.
 
     ``penalty`` is added to every batch's loss (FedProx); ``after_step`` runs after every optimiser step (SCAFFOLD).
-    The loss is the mean over known entries of the batch, in float32. A site with one sample trains with BatchNorm in
+    The loss is that of `batch_loss`. A site with one sample trains with BatchNorm in
     evaluation mode. Raises Diverged.
     """
     area, split = job.settings.training, site.data.splits["train"]
@@ -168,11 +172,16 @@ def load_batch(split: Split, rows: np.ndarray, augment: str, draws: torch.Genera
 
 
 def batch_loss(network: nn.Module, images: Tensor, targets: Tensor, task: str, precision: torch.dtype | None) -> Tensor:
-    """Mean loss over the known entries of a batch, a float32 scalar; autocast covers the network only."""
+    """The training objective of a batch, a float32 scalar; autocast covers the network only.
+
+    The sum over known entries, divided by all entries (multilabel) or samples (multiclass) of the batch. Choice: dividing
+    by the known entries instead would let a site that records one label of fifteen pull fifteen times as hard on it;
+    so a known entry weighs the same at every site, as it would in one pooled data set.
+    """
     with torch.autocast(images.device.type, precision, enabled=precision is not None):
         logits = network(images)
-    total, entries = LOSSES[task](logits, targets)
-    return total / max(entries, 1)
+    total, _ = LOSSES[task](logits, targets)
+    return total / (targets.numel() if task == "multilabel" else len(targets))
 
 
 def freeze_batch_norm(network: nn.Module) -> None:

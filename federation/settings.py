@@ -115,6 +115,9 @@ class EvaluationArea(Area):
     every: int = Field(1, ge=0, description="rounds between two evaluations; 0: only at the end")
     bins: int = Field(512, ge=256, le=65_536, description="bins of a score histogram")
     selection_metric: str = Field("macro_auroc", description="validation metric that chooses the model")
+    min_selection_positives: int = Field(
+        1, ge=1, description="pooled validation positives a label needs to have a say in choosing the model"
+    )
     min_label_sites: int = Field(2, ge=1, description="sites that need positives for a label to enter a headline")
     exclude: str = Field("", description="comma-separated labels that never enter a headline")
 

@@ -42,6 +42,10 @@ FLOAT_DTYPES = frozenset({"float16", "float32", "float64"})
 DTYPES = FLOAT_DTYPES | {"int8", "uint8", "int32", "int64", "bool"}
 
 
+MAX_TEXTS = 10_000
+"""Strings in one list: more than any label list has."""
+
+
 class WireError(ValueError):
     """Bytes or records that are not what the protocol declares."""
 
@@ -92,7 +96,7 @@ class Payload:
         for key in sorted(specs):
             found, wanted = TensorSpec(tuple(record[key].shape), record[key].dtype), specs[key]
             if found != wanted:
-                return f"tensor {key!r} of {name!r} is {found}, expected {wanted}"
+                return f"tensor {key!r} of {name!r} is {cut(str(found))}, expected {wanted}"
         return None
 
     def _number_violation(self, record: object, name: str) -> str | None:
@@ -110,8 +114,8 @@ class Payload:
             return wrong
         for key in sorted(record):
             values = record[key] if isinstance(record[key], list) else [record[key]]
-            if not all(isinstance(value, str) and len(value) <= 200 for value in values):
-                return f"{name}.{key} must hold strings of at most 200 characters"
+            if len(values) > MAX_TEXTS or not all(isinstance(value, str) and len(value) <= 200 for value in values):
+                return f"{name}.{key} must hold strings of at most 200 characters, {MAX_TEXTS} at most"
         return None
 
 
@@ -120,7 +124,7 @@ def _differ(what: str, found: set[str], expected: set[str]) -> str | None:
     if not missing and not extra:
         return None
     return f"{what}: " + "; ".join(
-        f"{word} {', '.join(map(repr, names[:3]))}{' and more' if len(names) > 3 else ''}"
+        f"{word} {', '.join(cut(repr(name)) for name in names[:3])}{' and more' if len(names) > 3 else ''}"
         for word, names in (("missing", missing), ("not declared", extra))
         if names
     )
@@ -133,7 +137,12 @@ def _bad(value: object, kind: str) -> str | None:
         fine = isinstance(value, int) and value >= 0
     else:
         fine = isinstance(value, (int, float)) and math.isfinite(value)
-    return None if fine else f"found {value!r}, expected {kind}"
+    return None if fine else f"found {cut(repr(value))}, expected {kind}"
+
+
+def cut(text: str, at_most: int = 80) -> str:
+    """A short form of what the other side sent: it is quoted in logs and reports, and may be a megabyte."""
+    return text if len(text) <= at_most else f"{text[: at_most - 3]}..."
 
 
 def spec_of(arrays: Mapping[str, np.ndarray | torch.Tensor]) -> dict[str, TensorSpec]:
@@ -173,9 +182,9 @@ def decode_array(array: Array) -> np.ndarray:
     Raises WireError where header, length and declared shape or dtype disagree, and for another order than C.
     """
     if array.stype != "numpy.ndarray":
-        raise WireError(f"serialisation is {array.stype!r}, expected 'numpy.ndarray'")
+        raise WireError(f"serialisation is {cut(repr(array.stype))}, expected 'numpy.ndarray'")
     if array.dtype not in DTYPES:
-        raise WireError(f"the tensor holds {array.dtype}, expected one of {', '.join(sorted(DTYPES))}")
+        raise WireError(f"the tensor holds {cut(array.dtype)}, expected one of {', '.join(sorted(DTYPES))}")
     dtype, shape = np.dtype(array.dtype), tuple(int(side) for side in array.shape)
     body = 10 + int.from_bytes(array.data[8:10], "little")
     # Compared, not parsed: NumPy's parser evaluates the text and fails in a dozen ways on hostile bytes.

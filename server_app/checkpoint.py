@@ -58,7 +58,8 @@ def save_checkpoint(run_dir: Path, progress: Progress, facts: Facts) -> Path:
         raise ValueError("the state has no tensors; an empty state is never written")
     tensors |= {f"method/{name}": value for name, value in progress.method.items()}
     scalars = {f.name: getattr(progress, f.name) for f in fields(progress) if f.name not in ("modules", "method")}
-    header = {"format": FORMAT, "progress": scalars, "facts": asdict(facts), "sha256": _hash(tensors)}
+    header = {"format": FORMAT, "progress": scalars, "facts": asdict(facts)}
+    header["sha256"] = _hash(header, tensors)
     path = run_dir / FOLDER / f"round-{progress.server_round:06d}.safetensors"
     save_tensors(path, tensors, {"consilium": json.dumps(header)})
     for old in _files(run_dir)[:-GENERATIONS]:
@@ -71,7 +72,7 @@ def load_checkpoint(run_dir: Path) -> tuple[Progress, Facts]:
     for path in reversed(_files(run_dir)):
         try:
             return _read(path)
-        except (SafetensorError, ValueError, KeyError, OSError) as error:
+        except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
             log(WARNING, "checkpoint %s is damaged (%s); taking the one before", path.name, type(error).__name__)
     raise ResumeError(f"{run_dir} holds no whole checkpoint; it stopped before its first round ended. Start a new run")
 
@@ -84,7 +85,7 @@ def _read(path: Path) -> tuple[Progress, Facts]:
     with safe_open(path, framework="pt") as file:
         header = json.loads(file.metadata()["consilium"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    if header["format"] != FORMAT or _hash(tensors) != header["sha256"]:
+    if header["format"] != FORMAT or header.pop("sha256") != _hash(header, tensors):
         raise ValueError("content and hash differ")
     progress = Progress(**header["progress"])
     for name, value in tensors.items():
@@ -97,8 +98,8 @@ def _read(path: Path) -> tuple[Progress, Facts]:
     return progress, Facts(**header["facts"])
 
 
-def _hash(tensors: Mapping[str, torch.Tensor]) -> str:
-    return wire.state_sha256({"": tensors})
+def _hash(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+    return wire.state_sha256({json.dumps(header, sort_keys=True): tensors})
 
 
 def check_same_settings(facts: Facts, settings: Settings) -> None:

@@ -52,7 +52,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, settings: Settings) -> RunFolder:
-        """A new folder, or the one to resume, cut back to its newest checkpoint. Raises ResumeError."""
+        """A new folder, or the one to resume, not written to before the sites are known. Raises ResumeError."""
         if settings.resume:
             return cls._reopen(Path(settings.resume).expanduser().absolute(), settings)
         runs = Path(settings.reporting.runs_dir).expanduser().absolute()
@@ -79,9 +79,6 @@ class RunFolder:
         folder = cls(path, settings)
         progress, facts = checkpoint.load_checkpoint(path)
         checkpoint.check_same_settings(facts, settings)
-        metrics = path / "metrics.jsonl"
-        if metrics.exists() and metrics.stat().st_size > facts.metrics_bytes:
-            os.truncate(metrics, facts.metrics_bytes)
         folder.resumed = (progress, facts)
         return folder
 
@@ -94,6 +91,8 @@ class RunFolder:
             raise ResumeError(
                 f"the run's architecture is {known}, this code's is {architecture}; use the same code version"
             )
+        if self.resumed:
+            self._cut_back(self.resumed[1].metrics_bytes)
         self._facts = Facts(self.settings.flat(), list(table.labels), table.task, architecture, data_sha256)
         self._excluded = dict(headline_excluded)
         self._run = {
@@ -119,6 +118,12 @@ class RunFolder:
 
             after = self.resumed[0].server_round + 1 if self.resumed else None
             self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=after)
+
+    def _cut_back(self, metrics_bytes: int) -> None:
+        """Drops the metrics of rounds after the checkpoint: they are measured again."""
+        metrics = self.path / "metrics.jsonl"
+        if metrics.exists() and metrics.stat().st_size > metrics_bytes:
+            os.truncate(metrics, metrics_bytes)
 
     def round_done(self, record: RoundRecord) -> None:
         self._append([{"kind": "round", **asdict(record)}])
@@ -168,8 +173,15 @@ class RunFolder:
                     if isinstance(value, float):
                         self._board.add_scalar(f"{split}_{key}/{line['scope']}", value, server_round)
 
+    def left_out(self, split: str, entries: Iterable[Mapping[str, str]]) -> None:
+        self._run["outstanding"] += [
+            {"site": entry["site"], "reason": f"{split} scores: {entry['reason']}"} for entry in entries
+        ]
+
     def keep_best(self, server_round: int, modules: Modules) -> None:
-        """Keeps a copy on disk; older ones go with the next checkpoint, which is the first to name this one."""
+        """Keeps a copy on disk. Older ones go with the next checkpoint, which is the first to name this one; the last
+        of them stays, since the checkpoint before names it.
+        """
         tensors = {f"{module}/{name}": value for module, state in modules.items() for name, value in state.items()}
         save_tensors(self._best(server_round), tensors)
 
@@ -184,9 +196,10 @@ class RunFolder:
         metrics = self.path / "metrics.jsonl"
         facts = Facts(**{**asdict(self._facts), "metrics_bytes": metrics.stat().st_size if metrics.exists() else 0})
         checkpoint.save_checkpoint(self.path, progress, facts)
-        for old in (self.path / checkpoint.FOLDER).glob("best-*.safetensors"):
-            if old != self._best(progress.best_round) and old.stem < self._best(progress.best_round).stem:
-                old.unlink(missing_ok=True)
+        best = self._best(progress.best_round)
+        older = sorted(path for path in best.parent.glob("best-*.safetensors") if path.stem < best.stem)
+        for old in older[: 1 - checkpoint.GENERATIONS]:
+            old.unlink(missing_ok=True)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -212,7 +225,11 @@ class RunFolder:
         return model_sha256
 
     def fail(self, reason: str) -> None:
-        """Marks the run as failed, with what there is of a report."""
+        """Marks the run as failed, with what there is of a report. A completed run that cannot be resumed stays so."""
+        if self.resumed and not self._run and (self.path / "run.json").exists():
+            self._run = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+            if self._run["status"] == "completed":
+                return
         self._run.setdefault("warnings", []).append(reason)
         self._run = {
             "method": self.settings.method,

@@ -33,7 +33,13 @@ def run(settings: Settings, grid: Grid) -> Outcome:
     if progress is not None:
         log(INFO, "resuming after round %s", progress.server_round)
     try:
-        strategy.start(grid, observer=folder, resume_from=progress, data_sha256=facts.data_sha256 if facts else None)
+        strategy.start(
+            grid,
+            observer=folder,
+            resume_from=progress,
+            data_sha256=facts.data_sha256 if facts else None,
+            labels=facts.labels if facts else None,
+        )
         model_sha256 = folder.finish(strategy.progress, strategy.export())
     except BaseException as error:
         log(ERROR, "the run failed: %s", error)

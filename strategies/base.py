@@ -87,6 +87,7 @@ class Observer(Protocol):
     def sites_known(self, table: SiteTable, modules: Modules, headline_excluded: Mapping[str, str]) -> None: ...
     def round_done(self, record: RoundRecord) -> None: ...
     def evaluated(self, server_round: int, split: str, scores: PooledScores, thresholds: np.ndarray | None) -> None: ...
+    def left_out(self, split: str, entries: Iterable[Mapping[str, str]]) -> None: ...
     def keep_best(self, server_round: int, modules: Modules) -> None: ...
     def load_best(self, server_round: int) -> Modules: ...
     def checkpoint(self, progress: Progress) -> None: ...
@@ -194,19 +195,25 @@ class FederatedStrategy(Strategy):
         observer: Observer,
         resume_from: Progress | None = None,
         data_sha256: Mapping[str, str] | None = None,
+        labels: Iterable[str] | None = None,
     ) -> Result:
         """Runs the federation to its end and returns the selected model with its metrics.
 
         ``initial_arrays`` replaces the initial ``model`` module. ``resume_from`` continues after its round;
-        ``data_sha256`` (site -> checksum) then has to match the cards. Raises QuorumError and CardError.
+        ``data_sha256`` (site -> checksum) and ``labels`` then have to match the cards.
+        Raises QuorumError and CardError.
         """
         self._observer = observer
         self._timeout = timeout or self.settings.federation.timeout_s
         last = num_rounds or self.settings.federation.rounds
         self.summary()
         self.table = self._discovered(grid)
+        self._check_labels(tuple(labels or self.table.labels))
         self._initialise(initial_arrays, resume_from, data_sha256 or {})
         observer.sites_known(self.table, self.progress.modules, self.headline_excluded)
+        if resume_from is None:
+            self.progress.method = self.state_dict()
+            observer.checkpoint(self.progress)  # a run that is killed in its first round can be resumed too
         result = Result()
         for server_round in range(self.progress.server_round + 1, last + 1):
             log(INFO, "")
@@ -250,6 +257,13 @@ class FederatedStrategy(Strategy):
             given = wire.tensors(wire.decode(initial_arrays))
             self._check_same_names({MODEL: self.progress.modules[MODEL]}, {MODEL: given})
             self.progress.modules[MODEL] = given
+
+    def _check_labels(self, before: tuple[str, ...]) -> None:
+        if before != self.table.labels:
+            raise CardError(
+                f"the label list changed: the sites have {', '.join(self.table.labels)}, the run had "
+                f"{', '.join(before)}; start a new run or restore the labels"
+            )
 
     def _check_schema(self, modules: Modules) -> None:
         self.progress.modules = modules
@@ -309,7 +323,11 @@ class FederatedStrategy(Strategy):
         self._pool = PooledScores(self.table.labels, self.table.task, self.settings.evaluation.bins)
         self._split = split
         messages = self.configure_evaluate(server_round, self.arrays, ConfigRecord(), grid)
-        return self.aggregate_evaluate(server_round, self._replies(grid, messages)) or MetricRecord()
+        measured = self.aggregate_evaluate(server_round, self._replies(grid, messages))
+        if trouble := self.record.refused + self.record.missing:
+            assert self._observer is not None
+            self._observer.left_out(split, trouble)
+        return measured or MetricRecord()
 
     # -- Flower's five methods ------------------------------------------------------------------------------------
 
@@ -511,9 +529,8 @@ class FederatedStrategy(Strategy):
             old, new = (wire.spec_of(modules.get(module, {})) for modules in (before, after))
             if old != new:
                 names = sorted(name for name in set(old) | set(new) if old.get(name) != new.get(name))
-                raise ValueError(
-                    f"module {module!r} changed its tensors ({', '.join(names[:3])}); the state must keep its shape"
-                )
+                shown = "; ".join(f"{name}: {old.get(name)} before, {new.get(name)} now" for name in names[:3])
+                raise ValueError(f"module {module!r} changed its tensors ({shown}); the state must keep its shape")
 
     def _evaluation_due(self, server_round: int) -> bool:
         every = self.settings.evaluation.every
@@ -522,34 +539,36 @@ class FederatedStrategy(Strategy):
     def _measured(self, server_round: int, split: str) -> dict[str, Any]:
         """Records a pooled evaluation; on validation, keeps the model where it is the best so far."""
         assert self._observer is not None
-        progress = self.progress
-        thresholds = None if progress.best_thresholds is None else np.array(progress.best_thresholds)
+        best = self.progress.best_thresholds
+        thresholds = None if best is None else np.array(best)
         if split == "val":
             thresholds = self._pool.best_thresholds()
-            if not self.selects_model:
-                progress.best_thresholds = thresholds.tolist()
         summary = self._pool.summary(thresholds, set(self.headline_excluded))
         self._observer.evaluated(server_round, split, self._pool, thresholds)
-        name = self.settings.evaluation.selection_metric
-        value = metrics.selection_value(summary, name)
-        log(
-            INFO,
-            "\t├── %s of round %s: %s = %s",
-            split,
-            server_round,
-            name,
-            "not defined" if value is None else f"{value:.4f}",
-        )
-        if (
-            split == "val"
-            and self.selects_model
-            and value is not None
-            and (progress.best_value is None or value > progress.best_value)
-        ):
-            progress.best_round, progress.best_value = server_round, float(value)
-            progress.best_thresholds = [float(threshold) for threshold in thresholds]
-            self._observer.keep_best(server_round, progress.modules)
+        if split == "val":
+            self._select(server_round, thresholds, summary)
+        log(INFO, "\t├── %s of round %s: %s", split, server_round, _shown(summary, self.settings))
         return summary
+
+    def _select(self, server_round: int, thresholds: np.ndarray, summary: Mapping[str, Any]) -> None:
+        """Keeps the measured model and its thresholds where it is the best on validation so far."""
+        area, progress = self.settings.evaluation, self.progress
+        if not self.selects_model:
+            progress.best_thresholds = thresholds.tolist()
+            return
+        if rare := self._pool.rare(area.min_selection_positives):
+            summary = self._pool.summary(thresholds, set(self.headline_excluded) | rare)
+        value = metrics.selection_value(summary, area.selection_metric)
+        if value is not None and (progress.best_value is None or value > progress.best_value):
+            progress.best_round, progress.best_value = server_round, float(value)
+            progress.best_thresholds = thresholds.tolist()
+            assert self._observer is not None
+            self._observer.keep_best(server_round, progress.modules)
+
+
+def _shown(summary: Mapping[str, Any], settings: Settings) -> str:
+    value = metrics.selection_value(summary, settings.evaluation.selection_metric)
+    return f"{settings.evaluation.selection_metric} = " + ("not defined" if value is None else f"{value:.4f}")
 
 
 def initial_network(labels: tuple[str, ...], settings: Settings) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,11 @@ class PooledScores:
         """Per label ``(C,) float64``: the threshold of the best pooled F1; call it on validation scores only."""
         return self._histograms[POOLED].best_thresholds("f1")
 
+    def rare(self, min_positives: int) -> set[str]:
+        """Labels with fewer pooled positives than this: an AUROC of one positive is a coin."""
+        positives, _ = self._histograms[POOLED].support()
+        return {label for label, count in zip(self.labels, positives, strict=True) if count < min_positives}
+
     def summary(
         self,
         thresholds: np.ndarray | None,
@@ -69,7 +75,9 @@ class PooledScores:
         if self.task == "multiclass":
             figures |= summarise_confusion(self._confusion[scope], self.labels, excluded=excluded)
         total, count = self._loss[scope]
-        return figures | {"loss": total / count if count else None, "num_examples": count}
+        loss = total / count if count else None
+        # finite losses of two sites may add up to infinity, which JSON cannot say
+        return figures | {"loss": loss if loss is None or math.isfinite(loss) else None, "num_examples": count}
 
     def per_class(self, thresholds: np.ndarray | None, excluded: set[str], scope: str = POOLED) -> list[dict[str, Any]]:
         """One row a label with support, AUROC, AP, F1, sensitivity and specificity with intervals."""

@@ -120,10 +120,15 @@ def _check_scores(split: str, counts: Mapping[str, np.ndarray], loss: Mapping[st
         histogram = ScoreHistogram.from_arrays({name: value for name, value in counts.items() if name != "confusion"})
     except ValueError as error:
         raise _RefusedError(f"the scores of {split!r} are no histogram: {error}") from error
+    if loss["loss_sum"] < 0:
+        raise _RefusedError(f"the loss of {split!r} is below 0, which none of the losses can be")
+    if histogram.suppressed.max() > 1:
+        raise _RefusedError(f"the scores of {split!r} suppress a label more than once, which one site cannot")
     confusion = counts.get("confusion", np.zeros(1, np.int64))
     if confusion.min() < 0:
         raise _RefusedError(f"the confusion matrix of {split!r} holds negative counts")
-    counted = max(int(sum(histogram.support()).max()), int(loss["num_examples"]), int(confusion.sum()))
+    largest = int(confusion.max())  # with it: a sum of huge int64 cells may wrap around to a small one
+    counted = max(int(sum(histogram.support()).max()), int(loss["num_examples"]), largest, int(confusion.sum()))
     if counted > size:
         raise _RefusedError(
             f"the scores of {split!r} count {counted} samples, expected at most {size} as on the site card"
