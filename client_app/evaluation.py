@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from client_app.site import Site
-from client_app.training import Job, Modules, load_batch, received_network
+from client_app.training import Diverged, Job, Modules, load_batch, received_network
 from federation.metrics import ScoreHistogram, confusion_matrix
 from models.losses import LOSSES, probabilities
 
@@ -35,7 +35,7 @@ def score(network: nn.Module, site: Site, job: Job, split: str) -> Scores:
     """Scores of a network on one split; small cells are suppressed here, before anything leaves.
 
     ``num_examples`` counts samples with a known label; ``loss_sum`` is their mean loss times that count. Raises
-    ValueError where a score is not a number.
+    Diverged where a score is not a number.
     """
     samples, task, area = site.data.splits[split], site.data.task, job.settings.evaluation
     network.to(job.device).eval()
@@ -48,6 +48,8 @@ def score(network: nn.Module, site: Site, job: Job, split: str) -> Scores:
         rows = np.arange(start, min(start + EVALUATION_BATCH, len(samples)))
         images, targets = load_batch(samples, rows, "none", unused)
         logits = network(images.to(job.device)).float().cpu()
+        if not torch.isfinite(logits).all():
+            raise Diverged(f"the model of round {job.server_round} gives scores that are no numbers")
         scores = probabilities(logits, task)
         histogram.update(scores, targets == 1, targets >= 0)
         batch_total, batch_entries = LOSSES[task](logits, targets)

@@ -46,9 +46,11 @@ def answer(message: Message, context: Context) -> Message:
     """The reply to one message. Never raises for anything that goes wrong at the site."""
     folder: Path | None = None
     try:
-        settings = Settings.from_run_config(context.run_config)
         experiment = str(message.content[wire.CONFIG]["experiment"])
-        folder = open_folder(settings, context.node_config, experiment)
+        if is_hospital(context.node_config):  # before the settings, so that wrong ones have a log to be told in
+            folder = open_folder(None, context.node_config, experiment)
+        settings = Settings.from_run_config(context.run_config)
+        folder = folder or open_folder(settings, context.node_config, experiment)
         with _private(site_logger(folder)):
             site = open_site(settings, context.node_config, folder)
             if message.metadata.message_type == wire.PROFILE and not is_hospital(context.node_config):

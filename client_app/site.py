@@ -70,19 +70,20 @@ class Site:
         return self.folder / "state" / f"{name}-{server_round:06d}.safetensors"
 
 
-def open_folder(settings: Settings, node_config: Mapping[str, Any], experiment: str) -> Path:
-    """The site's folder for one experiment, made with mode 0700; needs no data, so that failures can be logged."""
+def open_folder(settings: Settings | None, node_config: Mapping[str, Any], experiment: str) -> Path:
+    """The site's folder for one experiment, made with mode 0700; needs no data, so that failures can be logged.
+
+    A hospital's folder needs no settings either. Raises ValueError for a name that is not a plain folder name.
+    """
     if not EXPERIMENT.fullmatch(experiment):
         raise ValueError("the experiment's name is not letters, digits, '.', '_' and '-'")
     if is_hospital(node_config):
         folder = Path(str(node_config["state-dir"])).expanduser() / experiment
+    elif settings is None:
+        raise ValueError("a simulated site's folder is below reporting.runs_dir, so it needs the settings")
     else:
-        folder = (
-            Path(settings.reporting.runs_dir).expanduser()
-            / experiment
-            / "sites"
-            / _simulated_name(settings, node_config)
-        )
+        runs = Path(settings.reporting.runs_dir).expanduser()
+        folder = runs / experiment / "sites" / _simulated_name(settings, node_config)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder.absolute()
 
@@ -168,6 +169,8 @@ def _partition(manifest: Manifest, area: DataArea, rng: np.random.Generator) -> 
     targets, table, num_sites = manifest.targets, manifest.table, area.num_sites
     if area.partition == "by_site":
         return by_site(targets, table, columns=names_in(area.site_columns), min_samples=area.min_samples)
+    if area.partition == "own":
+        raise DataError("data.partition = 'own' is for hospitals; a simulation needs to be told who holds what")
     if area.partition == "iid":
         return iid(targets, table, rng, num_sites=num_sites)
     if area.partition == "dirichlet":

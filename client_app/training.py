@@ -77,11 +77,15 @@ def network_for(labels: tuple[str, ...], settings: Settings) -> nn.Module:
 def received_network(site: Site, modules: Modules, job: Job) -> nn.Module:
     """The configured network with the weights of the received module ``model``, which is not written to.
 
-    Built without drawing initial weights first: for ResNet-18 that would cost more than a small site's epoch.
+    Built without drawing initial weights first: for ResNet-18 that would cost more than a small site's epoch. Raises
+    WireError where it does not fit.
     """
     with torch.device("meta"):
         network = network_for(site.data.labels, job.settings)
-    network.to_empty(device="cpu").load_state_dict(modules["model"], strict=True)
+    try:
+        network.to_empty(device="cpu").load_state_dict(modules["model"], strict=True)
+    except (KeyError, RuntimeError) as error:
+        raise wire.WireError("the received module 'model' does not fit this site's network") from error
     return network
 
 
@@ -156,8 +160,11 @@ def fit(
                 result.losses.append(float(loss.detach()) * len(picked))
                 result.num_steps += 1
     result.loss_sum = math.fsum(result.losses)
-    if not math.isfinite(result.loss_sum):
-        raise Diverged(f"the training loss of round {job.server_round} is {result.loss_sum}; lower training.lr")
+    weights = [float(torch.linalg.vector_norm(value.detach().double())) for value in network.parameters()]
+    if not math.isfinite(result.loss_sum + math.fsum(weights)):
+        raise Diverged(
+            f"round {job.server_round} gave a loss of {result.loss_sum} or infinite weights; lower training.lr"
+        )
     return result
 
 
@@ -174,9 +181,9 @@ def load_batch(split: Split, rows: np.ndarray, augment: str, draws: torch.Genera
 def batch_loss(network: nn.Module, images: Tensor, targets: Tensor, task: str, precision: torch.dtype | None) -> Tensor:
     """The training objective of a batch, a float32 scalar; autocast covers the network only.
 
-    The sum over known entries, divided by all entries (multilabel) or samples (multiclass) of the batch. Choice: dividing
-    by the known entries instead would let a site that records one label of fifteen pull fifteen times as hard on it;
-    so a known entry weighs the same at every site, as it would in one pooled data set.
+    The sum over known entries, divided by all entries (multilabel) or samples (multiclass) of the batch. Choice:
+    dividing by the known entries instead would let a site that records one label of fifteen pull fifteen times as hard
+    on it; so a known entry weighs the same at every site, as it would in one pooled data set.
     """
     with torch.autocast(images.device.type, precision, enabled=precision is not None):
         logits = network(images)

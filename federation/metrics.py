@@ -295,10 +295,15 @@ class ScoreHistogram:
         )
 
     def _win_rate(self) -> Floats:
-        """Chance that a positive outranks a negative of the same bin, ties half, (C, bins) float64."""
+        """Chance that a positive outranks a negative of the same bin, ties half, (C, bins) float64.
+
+        One positive beside one negative is no chance: their positions say which is higher.
+        """
         mean_positive, mean_negative = self._mean_positions()
+        difference = (mean_positive - mean_negative) / STEPS_PER_BIN
+        chance = np.where(self.positives * self.negatives == 1, np.sign(difference) / 2, difference)
         both = (self.positives > 0) & (self.negatives > 0)
-        return np.where(both, np.clip(0.5 + (mean_positive - mean_negative) / STEPS_PER_BIN, 0.0, 1.0), 0.5)
+        return np.where(both, np.clip(0.5 + chance, 0.0, 1.0), 0.5)
 
 
 def confusion_matrix(predicted: Any, targets: Any, num_classes: int) -> Ints:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 STRATEGIES = "strategies"
@@ -70,12 +71,14 @@ def _find_class(method: str) -> Method:
 
 
 def candidates() -> list[str]:
-    """Names of the modules that may hold a method, without importing them."""
-    return sorted(module.name for module in pkgutil.iter_modules(importlib.import_module(STRATEGIES).__path__))
+    """Names of the modules that register a method of their name, found by reading, without importing them."""
+    folders = importlib.import_module(STRATEGIES).__path__
+    found = (Path(folder) / f"{module.name}.py" for folder in folders for module in pkgutil.iter_modules([folder]))
+    return sorted(path.stem for path in found if f'register("{path.stem}"' in path.read_text(encoding="utf-8"))
 
 
 def names() -> list[str]:
-    """Every built-in method; imports all strategy files (slow, for messages and tools only)."""
+    """Every built-in method; imports all their strategy files (slow, for messages and tools only)."""
     for candidate in candidates():
         importlib.import_module(f"{STRATEGIES}.{candidate}")
     return sorted(_METHODS)

@@ -67,7 +67,9 @@ class DataArea(Area):
     image_size: int = Field(16, ge=8, le=1024, description="side of the square input in pixels")
     channels: Literal[1, 3] = Field(1, description="1 grey, 3 RGB")
     mosaic: Literal["none", "grid", "corner_max"] = Field("none", description="mosaics of a single-label root")
-    partition: Literal["iid", "by_site", "dirichlet", "beta_gamma", "long_tail"] = "beta_gamma"
+    partition: Literal["iid", "by_site", "dirichlet", "beta_gamma", "long_tail", "own"] = Field(
+        "beta_gamma", description="who holds which sample in simulation; own: hospitals, each with its own data"
+    )
     num_sites: int = Field(5, ge=1, le=10_000, description="simulated sites (by_site takes them from the data)")
     site_columns: str = Field("site", description="comma-separated columns that name a real site")
     alpha: float = Field(0.5, gt=0, description="Dirichlet concentration over single labels")
@@ -113,7 +115,7 @@ class EvaluationArea(Area):
     """What is measured, and on what the model is chosen."""
 
     every: int = Field(1, ge=0, description="rounds between two evaluations; 0: only at the end")
-    bins: int = Field(512, ge=256, le=65_536, description="bins of a score histogram")
+    bins: int = Field(1024, ge=256, le=65_536, description="bins of a score histogram")
     selection_metric: str = Field("macro_auroc", description="validation metric that chooses the model")
     min_selection_positives: int = Field(
         1, ge=1, description="pooled validation positives a label needs to have a say in choosing the model"
@@ -274,12 +276,13 @@ def contradictions(settings: Settings) -> list[str]:
             f"federation.sites_per_round = {fed.sites_per_round} is below federation.min_sites = {fed.min_sites}: "
             "no round could ever succeed; raise the first or lower the second"
         )
-    if data.partition != "by_site" and data.num_sites < fed.min_sites:
+    draws_sites = data.partition not in ("by_site", "own")
+    if draws_sites and data.num_sites < fed.min_sites:
         found.append(
             f"data.num_sites = {data.num_sites} is below federation.min_sites = {fed.min_sites}: "
             "no round could ever succeed; add sites or lower federation.min_sites"
         )
-    if data.partition != "by_site" and fed.sites_per_round > data.num_sites:
+    if draws_sites and fed.sites_per_round > data.num_sites:
         found.append(
             f"federation.sites_per_round = {fed.sites_per_round} but data.num_sites = {data.num_sites}: "
             "more sites are asked for than exist; use 0 for all"
@@ -288,6 +291,10 @@ def contradictions(settings: Settings) -> list[str]:
         found.append(f"data.partition = 'by_site' but data.root = {data.root!r} has no real sites; choose another one")
     if data.partition == "dirichlet" and (data.root == "digits-mosaic" or data.mosaic != "none"):
         found.append("data.partition = 'dirichlet' needs one label a sample; use 'beta_gamma' for mosaics")
+    if training.batch_size == 1 and settings.model.norm == "batch":
+        found.append(
+            "training.batch_size = 1 with model.norm = 'batch': BatchNorm cannot train on one; use 2 or 'group'"
+        )
     if training.device == "cpu" and training.precision == "auto":
         found.append("training.precision = 'auto' needs a GPU but training.device = 'cpu'; use 'float32'")
     try:

@@ -21,6 +21,9 @@ MAX_RELATIVE_NORM = 1e4
 """An update may be this many times as long as the model it changes (or as a model of norm 1). Choice: a value that
 no training reaches and that keeps a finite but absurd tensor (1e30) out; `federation.norm_bound` is the tight one."""
 
+MAX_COUNTER = 2**31
+"""Largest value of an integer buffer in an update. Choice: more steps than any training takes."""
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -99,6 +102,7 @@ def _checked_norm(modules: Mapping[str, Mapping[str, np.ndarray]], at_most: floa
     for module in sorted(modules):
         for name, value in wire.tensors(modules[module], copy=False).items():
             if not value.is_floating_point():
+                _check_integers(module, name, value)
                 continue
             flat = value.reshape(-1)
             square = (
@@ -113,6 +117,12 @@ def _checked_norm(modules: Mapping[str, Mapping[str, np.ndarray]], at_most: floa
     if norm > at_most:
         raise _RefusedError(f"the update's norm is {norm:.3g}, expected at most {at_most:.3g}")
     return norm
+
+
+def _check_integers(module: str, name: str, value: torch.Tensor) -> None:
+    """Counters replace the model's when they are larger, so none may be near the end of its range."""
+    if value.numel() and value.dtype != torch.bool and not 0 <= int(value.min()) <= int(value.max()) <= MAX_COUNTER:
+        raise _RefusedError(f"tensor {name!r} of module {module!r} counts beyond 0 to {MAX_COUNTER}")
 
 
 def _check_scores(split: str, counts: Mapping[str, np.ndarray], loss: Mapping[str, float], size: int) -> None:

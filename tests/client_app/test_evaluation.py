@@ -11,7 +11,7 @@ from sklearn.metrics import roc_auc_score
 
 from client_app.evaluation import EVALUATION_BATCH, evaluate, score, suppress_small
 from client_app.site import open_site
-from client_app.training import Job, fit, load_batch, network_for
+from client_app.training import Diverged, Job, fit, load_batch, network_for
 from federation.metrics import ScoreHistogram
 from federation.settings import Settings
 
@@ -158,5 +158,5 @@ def test_a_model_that_gives_no_number_is_not_measured(opened):
     network = network_for(("cat", "dog"), job.settings)
     with torch.no_grad():
         network.head.bias[0] = float("nan")
-    with pytest.raises(ValueError, match="scores are NaN"):
+    with pytest.raises(Diverged, match="scores that are no numbers"):
         score(network, site, job, "val")
