@@ -291,9 +291,11 @@ def contradictions(settings: Settings) -> list[str]:
         found.append(f"data.partition = 'by_site' but data.root = {data.root!r} has no real sites; choose another one")
     if data.partition == "dirichlet" and (data.root == "digits-mosaic" or data.mosaic != "none"):
         found.append("data.partition = 'dirichlet' needs one label a sample; use 'beta_gamma' for mosaics")
-    if training.batch_size == 1 and settings.model.norm == "batch":
+    model = settings.model
+    if (model.name, model.norm, training.batch_size) == ("resnet18", "batch", 1) and data.image_size < 16:
         found.append(
-            "training.batch_size = 1 with model.norm = 'batch': BatchNorm cannot train on one; use 2 or 'group'"
+            f"training.batch_size = 1 and data.image_size = {data.image_size}: ResNet-18's last map is one pixel then, "
+            "and BatchNorm cannot train on one value; use batch_size 2 or model.norm = 'group'"
         )
     if training.device == "cpu" and training.precision == "auto":
         found.append("training.precision = 'auto' needs a GPU but training.device = 'cpu'; use 'float32'")

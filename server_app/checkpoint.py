@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from federation import wire
 from federation.files import save_tensors
 from federation.settings import RUNTIME_KEYS, Settings
-from strategies.base import Modules, Progress
+from strategies.progress import Modules, Progress
 
 FOLDER = "checkpoints"
 GENERATIONS = 2

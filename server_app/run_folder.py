@@ -24,15 +24,15 @@ from federation.files import save_tensors, write_atomic
 from federation.settings import Settings
 from server_app import checkpoint
 from server_app.checkpoint import Facts, ResumeError
-from strategies.base import Modules, Progress, RoundRecord
 from strategies.cards import SiteCard, SiteTable
 from strategies.evaluation import POOLED, PooledScores
+from strategies.progress import Modules, Progress, RoundRecord
 
 BOOTSTRAP_DRAWS = 1000
 
 
 class RunFolder:
-    """Writes down what the strategy does (`strategies.base.Observer`)."""
+    """Writes down what the strategy does (`strategies.progress.Observer`)."""
 
     def __init__(self, path: Path, settings: Settings) -> None:
         self.path = path

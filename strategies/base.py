@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from logging import INFO, WARNING
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,52 +22,21 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
-from torch import nn
 
-from federation import metrics, seeding, wire
+from federation import metrics, wire
 from federation.settings import Settings, names_in
-from models.networks import build_network, load_backbone
 from strategies import gate
 from strategies.aggregation import StreamingMean, apply_mean, capped_weights, scaled_to_norm
 from strategies.cards import CardError, SiteCard, SiteTable
 from strategies.discovery import QuorumError, collect_table, wait_for_nodes
 from strategies.evaluation import PooledScores
 from strategies.exchange import exchange, failure
+from strategies.initial import initial_network, state_norm
+from strategies.progress import Modules, Observer, Progress, RoundRecord
+from strategies.selection import drawn_sites
 
 MODEL = "model"
-Modules = dict[str, dict[str, torch.Tensor]]
-
-
-@dataclass
-class Progress:
-    """Where a run stands after a round: everything that a resumed run needs, besides the settings.
-
-    ``accepted``: site -> last round whose reply was taken. ``best_thresholds``: per label, fitted on validation.
-    ``method``: the method's own tensors (`FederatedStrategy.state_dict`).
-    """
-
-    server_round: int = 0
-    modules: Modules = field(default_factory=dict)
-    accepted: dict[str, int] = field(default_factory=dict)
-    best_round: int = 0
-    best_value: float | None = None
-    best_thresholds: list[float] | None = None
-    method: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class RoundRecord:
-    """What one exchange of training did: who was in, who was not and why."""
-
-    round: int
-    seconds: float = 0.0
-    bytes_down: int = 0
-    bytes_up: int = 0
-    accepted: list[str] = field(default_factory=list)
-    refused: list[dict[str, str]] = field(default_factory=list)
-    missing: list[dict[str, str]] = field(default_factory=list)
-    train_loss: dict[str, float | None] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)
+"""Name of the one module of a method that has one."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +47,6 @@ class _Sent:
     action: str
     server_round: int
     evaluated_split: str
-
-
-class Observer(Protocol):
-    """Keeps what a run leaves behind (`server_app.run_folder`)."""
-
-    def sites_known(self, table: SiteTable, modules: Modules, headline_excluded: Mapping[str, str]) -> None: ...
-    def round_done(self, record: RoundRecord) -> None: ...
-    def evaluated(self, server_round: int, split: str, scores: PooledScores, thresholds: np.ndarray | None) -> None: ...
-    def left_out(self, split: str, entries: Iterable[Mapping[str, str]]) -> None: ...
-    def keep_best(self, server_round: int, modules: Modules) -> None: ...
-    def load_best(self, server_round: int) -> Modules: ...
-    def checkpoint(self, progress: Progress) -> None: ...
 
 
 class FederatedStrategy(Strategy):
@@ -141,16 +97,8 @@ class FederatedStrategy(Strategy):
         return {}
 
     def select_sites(self, server_round: int) -> list[SiteCard]:
-        """The sites that train in a round: all, or ``federation.sites_per_round`` drawn without replacement."""
-        cards = list(self.table.trainable)
-        fed = self.settings.federation
-        if not fed.sites_per_round or fed.sites_per_round >= len(cards):
-            return cards
-        rng = seeding.numpy_generator(self.settings.seed, "select_sites", server_round)
-        if not fed.stratify:
-            chosen = rng.choice(len(cards), fed.sites_per_round, replace=False)
-            return [cards[index] for index in sorted(chosen)]
-        return stratified(cards, fed.sites_per_round, rng)
+        """The sites that train in a round; see `selection.drawn_sites`."""
+        return drawn_sites(list(self.table.trainable), self.settings, server_round)
 
     def weigh(self, reply: gate.Reply, module: str) -> float:
         """Weight of a reply in a module's mean: its examples, cut at the ceiling of ``max_site_share``, or 1."""
@@ -569,43 +517,3 @@ class FederatedStrategy(Strategy):
 def _shown(summary: Mapping[str, Any], settings: Settings) -> str:
     value = metrics.selection_value(summary, settings.evaluation.selection_metric)
     return f"{settings.evaluation.selection_metric} = " + ("not defined" if value is None else f"{value:.4f}")
-
-
-def initial_network(labels: tuple[str, ...], settings: Settings) -> nn.Module:
-    """The configured network with seeded initial weights, or those of ``model.weights`` (a safetensors file)."""
-    model, data = settings.model, settings.data
-    with seeding.scope(settings.seed, "initial_weights"):
-        network = build_network(
-            model.name,
-            channels=data.channels,
-            num_labels=len(labels),
-            image_size=data.image_size,
-            width=model.width,
-            norm=model.norm,
-        )
-    if model.weights:
-        load_backbone(network, Path(model.weights).expanduser())
-    return network
-
-
-def state_norm(state: wire.State) -> float:
-    """L2 norm over the float tensors of a module."""
-    norms = [float(torch.linalg.vector_norm(value)) for value in state.values() if value.is_floating_point()]
-    return float(np.linalg.norm(norms))
-
-
-def stratified(cards: list[SiteCard], count: int, rng: np.random.Generator) -> list[SiteCard]:
-    """``count`` sites drawn as evenly over the modality profiles as these allow, sorted by site name.
-
-    Each profile gets the same number; what a small profile cannot give is dealt round robin to the others.
-    """
-    groups: dict[tuple[str, ...], list[SiteCard]] = {}
-    for card in cards:
-        groups.setdefault(card.modalities, []).append(card)
-    shuffled = [[group[i] for i in rng.permutation(len(group))] for _, group in sorted(groups.items())]
-    chosen: list[SiteCard] = []
-    while len(chosen) < count:
-        for group in shuffled:
-            if group and len(chosen) < count:
-                chosen.append(group.pop())
-    return sorted(chosen, key=lambda card: card.site)

@@ -16,8 +16,10 @@ import torch
 from federation.registry import register
 from federation.settings import MethodArea, Settings
 from strategies.aggregation import StreamingMean, apply_mean
-from strategies.base import MODEL, FederatedStrategy, Modules, initial_network
+from strategies.base import MODEL, FederatedStrategy
 from strategies.gate import Reply
+from strategies.initial import initial_network
+from strategies.progress import Modules
 
 CONTROL = "control"
 

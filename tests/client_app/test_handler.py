@@ -23,7 +23,7 @@ from datasets.records import DataError
 from federation import wire
 from federation.settings import Settings, SettingsError
 from federation.wire import WireError
-from strategies.base import initial_network
+from strategies.initial import initial_network
 
 PATIENT = "PATIENT-Jane-Doe"
 PLACE = "/mnt/pacs/1953-04-01/scan.dcm"

@@ -13,8 +13,8 @@ from datasets.records import DataError
 from federation.settings import Settings, SettingsError
 from server_app import run_folder, runner
 from server_app.inprocess import InProcessGrid
-from strategies.base import QuorumError
 from strategies.cards import CardError
+from strategies.discovery import QuorumError
 
 QUICK = {
     "reporting.tensorboard": False,

@@ -15,7 +15,7 @@ def test_same_seed_same_bits_in_process_and_on_ray_twice(tmp_path, method):
     data = write_data(tmp_path / "data.npz")
     app = copy_app(tmp_path / "app")
     config = settings(data, tmp_path / "runs", method=method, federation__timeout_s=120.0)
-    folders = [run(config).run_dir, run(config).run_dir]
+    folders = [run(config, as_it_is=True).run_dir, run(config, as_it_is=True).run_dir]
     for _ in range(2):
         done = simulated(app, config, sites=4)
         assert done.exit_code == 0, done.logs[-5000:]

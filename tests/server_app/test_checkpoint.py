@@ -21,7 +21,7 @@ from server_app.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from strategies.base import Progress
+from strategies.progress import Progress
 
 
 def progress(server_round=3):

@@ -15,7 +15,7 @@ from federation import wire
 from federation.settings import Settings
 from server_app import inprocess
 from server_app.inprocess import InProcessGrid, copied
-from strategies.base import QuorumError
+from strategies.discovery import QuorumError
 
 
 def rounds_of(outcome):

@@ -13,7 +13,8 @@ from federation.settings import Settings
 from server_app import run_folder
 from server_app.checkpoint import FOLDER, ResumeError
 from server_app.run_folder import RunFolder
-from strategies.base import Progress, QuorumError
+from strategies.discovery import QuorumError
+from strategies.progress import Progress
 
 
 def lines_of(run_dir):

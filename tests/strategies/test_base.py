@@ -14,9 +14,12 @@ from federation import wire
 from federation.settings import Settings
 from server_app.inprocess import InProcessGrid
 from strategies.aggregation import capped_weights
-from strategies.base import FederatedStrategy, Progress, state_norm, stratified
+from strategies.base import FederatedStrategy
 from strategies.cards import CardError, SiteCard, SiteTable
 from strategies.fedavg import FedAvg
+from strategies.initial import state_norm
+from strategies.progress import Progress
+from strategies.selection import stratified
 
 IMAGES, BOTH = ("image",), ("image", "report")
 

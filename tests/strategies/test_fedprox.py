@@ -33,7 +33,7 @@ def test_a_sites_update_is_fedavgs_bit_by_bit_if_and_only_if_mu_is_0(opened, mu)
 
 def test_a_larger_mu_keeps_the_sites_nearer_to_the_received_model(opened):
     from client_app.training import network_for
-    from strategies.base import state_norm
+    from strategies.initial import state_norm
 
     torch.manual_seed(0)
     moved = []
