@@ -128,13 +128,16 @@ def fit(
     site: Site,
     job: Job,
     *,
+    objective: Callable[[Tensor, Tensor], Tensor] | None = None,
+    optimiser: torch.optim.Optimizer | None = None,
     penalty: Callable[[], Tensor] | None = None,
     after_step: Callable[[], None] | None = None,
 ) -> Fit:
     """Trains a network in place on the site's training split.
 
-    ``penalty`` is added to every batch's loss (FedProx); ``after_step`` runs after every optimiser step (SCAFFOLD).
-    The loss is that of `batch_loss`. A site with one sample trains with BatchNorm in
+    ``objective``: ``(images, targets) -> scalar`` of a batch on the job's device (default `batch_loss`); ``optimiser``
+    over the network's parameters (default `optimiser_for`). ``penalty`` is added to every batch's loss (FedProx);
+    ``after_step`` runs after every optimiser step (SCAFFOLD). A site with one sample trains with BatchNorm in
     evaluation mode. Raises Diverged.
     """
     area, split = job.settings.training, site.data.splits["train"]
@@ -142,7 +145,10 @@ def fit(
     network.to(job.device).train()
     if len(rows) == 1:
         freeze_batch_norm(network)
-    optimiser = optimiser_for(network, job.settings)
+    optimiser = optimiser or optimiser_for(network, job.settings)
+    objective = objective or (
+        lambda images, targets: batch_loss(network, images, targets, site.data.task, job.precision)
+    )
     result = Fit(num_examples=len(rows))
     draws = seeding.generator(job.settings.seed, "batches", job.server_round, site.name)
     with seeding.scope(job.settings.seed, "training", job.server_round, site.name):
@@ -150,10 +156,9 @@ def fit(
             result.losses = []
             for picked in batches(len(rows), area.batch_size, draws):
                 images, targets = load_batch(split, rows[picked.numpy()], area.augment, draws)
-                loss = batch_loss(network, images.to(job.device), targets.to(job.device), site.data.task, job.precision)
-                objective = loss if penalty is None else loss + penalty()
+                loss = objective(images.to(job.device), targets.to(job.device))
                 optimiser.zero_grad(set_to_none=True)
-                objective.backward()
+                (loss if penalty is None else loss + penalty()).backward()
                 optimiser.step()
                 if after_step is not None:
                     after_step()
