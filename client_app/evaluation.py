@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,11 +19,15 @@ EVALUATION_BATCH = 256
 
 @dataclass(frozen=True)
 class Scores:
-    """What leaves a site: the histogram's arrays (with ``confusion`` for one-label tasks), and the loss as a sum."""
+    """What leaves a site: the histogram's arrays (with ``confusion`` for one-label tasks), and the loss as a sum.
+
+    ``extra``: the numbers that the site half declares in ``EVALUATION_EXTRA``.
+    """
 
     arrays: dict[str, np.ndarray]
     num_examples: int
     loss_sum: float
+    extra: Mapping[str, float] = field(default_factory=dict)
 
 
 def evaluate(site: Site, modules: Modules, job: Job, split: str) -> Scores:

@@ -91,7 +91,9 @@ def profile(site: Site, settings: Settings, half: ModuleType) -> RecordDict:
         "site": data.name,
         "labels": list(data.labels),
         "task": data.task,
-        "schema": wire.schema_sha256(data.labels, data.task, specs_of(half)(data.labels, settings)),
+        "schema": wire.schema_sha256(
+            data.labels, data.task, specs_of(half)(data.labels, settings), frozen_of(half)(data.labels, settings)
+        ),
         "modalities": ["image", "report"] if any(split.reports for split in data.splits.values()) else ["image"],
         "data_sha256": data.checksum,
     }
@@ -116,13 +118,19 @@ def work(
         scores = evaluate(site, {name: dict(state) for name, state in modules.items()}, job, split)
         content[wire.SCORES + split] = wire.encode(scores.arrays)
         content[f"loss.{split}"] = MetricRecord({"num_examples": scores.num_examples, "loss_sum": scores.loss_sum})
+        if scores.extra:
+            content[f"{wire.EXTRA}.{split}"] = MetricRecord(dict(scores.extra))
     declared = wire.evaluation_payload(
-        [split] if split else [], len(site.data.labels), job.settings.evaluation.bins, site.data.task
+        [split] if split else [],
+        len(site.data.labels),
+        job.settings.evaluation.bins,
+        site.data.task,
+        getattr(half, "EVALUATION_EXTRA", None),
     )
     if action == wire.EVALUATE:
         return content, declared
-    trained = getattr(half, "TRAINED", tuple(modules))
-    declared = wire.train_payload({name: wire.spec_of(modules[name]) for name in trained}, declared)
+    trained = {name: wire.spec_of(modules[name]) for name in getattr(half, "TRAINED", tuple(modules))}
+    declared = wire.train_payload(trained, declared, getattr(half, "TRAIN_EXTRA", None))
     update = half.train(site, modules, job)
     content[wire.METRICS] = MetricRecord(
         {
@@ -132,6 +140,8 @@ def work(
             "num_steps": update.num_steps,
         }
     )
+    if update.extra:
+        content[wire.EXTRA] = MetricRecord(dict(update.extra))
     for name, change in update.modules.items():
         content[wire.MODULE + name] = wire.encode(change)
     return content, declared
@@ -140,6 +150,11 @@ def work(
 def specs_of(half: ModuleType) -> Callable[..., dict[str, dict[str, wire.TensorSpec]]]:
     """The method's own tensor specs, or those of the configured network."""
     return getattr(half, "specs", training.default_specs)
+
+
+def frozen_of(half: ModuleType) -> Callable[..., str]:
+    """SHA-256 of what the method holds fixed at every site and never sends; "" where there is nothing."""
+    return getattr(half, "frozen_sha256", lambda labels, settings: "")
 
 
 @contextlib.contextmanager

@@ -39,12 +39,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Update:
-    """What training gives back. ``modules``: the change of every trained tensor (integer buffers: their new value)."""
+    """What training gives back. ``modules``: the change of every trained tensor (integer buffers: their new value).
+
+    ``extra``: the numbers that the site half declares in ``TRAIN_EXTRA``.
+    """
 
     modules: Modules
     num_examples: int
     loss_sum: float
     num_steps: int
+    extra: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -56,9 +60,9 @@ class Fit:
     num_steps: int = 0
     losses: list[float] = field(default_factory=list)
 
-    def update(self, modules: Modules) -> Update:
+    def update(self, modules: Modules, extra: Mapping[str, float] | None = None) -> Update:
         """These changes as what the site sends, with how the training went."""
-        return Update(modules, self.num_examples, self.loss_sum, self.num_steps)
+        return Update(modules, self.num_examples, self.loss_sum, self.num_steps, dict(extra or {}))
 
 
 def network_for(labels: tuple[str, ...], settings: Settings) -> nn.Module:

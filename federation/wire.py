@@ -31,6 +31,7 @@ CARD = "card"
 REFUSAL = "refusal"
 MODULE = "module."
 SCORES = "scores."
+EXTRA = "extra"
 
 State = Mapping[str, torch.Tensor]
 """A module's tensors by name, as `torch.nn.Module.state_dict` gives them."""
@@ -305,8 +306,13 @@ REFUSAL_PAYLOAD = Payload(purpose="a neutral code in place of a reply", texts={R
 """The one thing a site may always send: that it could not do what was asked."""
 
 
-def evaluation_payload(splits: Iterable[str], num_labels: int, bins: int, task: str) -> Payload:
-    """Per-class score histograms, a confusion matrix for one-label tasks, and the loss as a sum with its count."""
+def evaluation_payload(
+    splits: Iterable[str], num_labels: int, bins: int, task: str, extra: Mapping[str, str] | None = None
+) -> Payload:
+    """Per-class score histograms, a confusion matrix for one-label tasks, and the loss as a sum with its count.
+
+    ``extra``: a method's own numbers, key -> kind.
+    """
     tensor_specs = {name: TensorSpec(shape, "int64") for name, shape in ScoreHistogram.shapes(num_labels, bins).items()}
     if task == "multiclass":
         tensor_specs["confusion"] = TensorSpec((num_labels, num_labels), "int64")
@@ -317,6 +323,7 @@ def evaluation_payload(splits: Iterable[str], num_labels: int, bins: int, task: 
         numbers={
             METRICS: {"server_round": "count"},
             **{f"loss.{split}": {"num_examples": "count", "loss_sum": "real"} for split in splits},
+            **({f"{EXTRA}.{split}": dict(extra) for split in splits} if extra else {}),
         },
     )
 
@@ -324,13 +331,18 @@ def evaluation_payload(splits: Iterable[str], num_labels: int, bins: int, task: 
 TRAIN_NUMBERS = {"server_round": "count", "num_examples": "count", "loss_sum": "real", "num_steps": "count"}
 
 
-def train_payload(specs: Mapping[str, Mapping[str, TensorSpec]], evaluation: Payload | None = None) -> Payload:
+def train_payload(
+    specs: Mapping[str, Mapping[str, TensorSpec]],
+    evaluation: Payload | None = None,
+    extra: Mapping[str, str] | None = None,
+) -> Payload:
     """The change of every trained module, with the number of examples and the training loss as a sum.
 
-    ``evaluation``: the declaration of an evaluation that travels in the same reply.
+    ``evaluation``: the declaration of an evaluation that travels in the same reply. ``extra``: a method's own
+    numbers, key -> kind.
     """
     arrays = {MODULE + module: dict(tensor_specs) for module, tensor_specs in specs.items()}
-    numbers = {METRICS: TRAIN_NUMBERS}
+    numbers = {METRICS: TRAIN_NUMBERS, **({EXTRA: dict(extra)} if extra else {})}
     purpose = f"trained change of {', '.join(sorted(specs)) or 'no module'}"
     if evaluation is not None:
         arrays |= evaluation.arrays

@@ -26,6 +26,8 @@ from models.fednca_etf import etf_sha256, pairwise_logits, prototype_products, s
 from models.fednca_loss import class_bce, fednca_loss, known_labels
 
 __all__ = [
+    "LOSS_NUMBERS",
+    "NETWORK_OPTIONS",
     "EtfHead",
     "FedNCANetwork",
     "LabelAttention",
@@ -40,6 +42,22 @@ __all__ = [
     "simplex_etf",
     "sincos_2d",
 ]
+
+NETWORK_OPTIONS = (
+    "head",
+    "queries",
+    "etf_trainable",
+    "num_heads",
+    "position",
+    "logit_scale_init",
+    "learnable_scale",
+    "use_bias",
+    "head_normalize",
+)
+"""Arguments of `FedNCANetwork` that are settings of a run."""
+
+LOSS_NUMBERS = {"bce": "real", "neg": "real", "pos": "real"}
+"""Means of the loss parts over a site's samples, which travel with its update."""
 
 HEADS = ("ladm", "etf", "linear")
 QUERIES = ("fixed", "learnable_etf_init", "learnable_random")
@@ -132,6 +150,11 @@ class FedNCANetwork(nn.Module):
                 self.learned_queries = nn.Parameter(torch.randn(num_labels, dim) * dim**-0.5)
             elif queries == "learnable_etf_init" or etf_trainable:
                 self.learned_queries = nn.Parameter(etf.clone())
+
+    @property
+    def etf_sha256(self) -> str:
+        """Hash of the fixed prototypes that every site computes for itself; "" where there are none."""
+        return "" if self.kind == "linear" else etf_sha256(simplex_etf(self.num_labels, self.dim))
 
     @property
     def queries(self) -> Tensor:

@@ -9,6 +9,14 @@ from torch import Tensor
 
 from models.fednca_etf import prototype_products
 
+COLLAPSE_NUMBERS = {
+    "collapse_within": "real",
+    "collapse_between": "real",
+    "collapse_cosine": "real",
+    "collapse_labels": "count",
+}
+"""What `collapse_numbers` gives: scalars of a site, which tell nothing of one sample's feature."""
+
 
 @dataclass(frozen=True)
 class CollapseSums:
@@ -86,3 +94,17 @@ def collapse(sums: CollapseSums) -> Collapse:
         cosine=float(cosines[seen].mean()),
         cosines=cosines,
     )
+
+
+def collapse_numbers(sums: CollapseSums) -> dict[str, float | int]:
+    """`collapse` as plain numbers that can travel; all 0 where fewer than two labels have two positives."""
+    labels = int((sums.counts > 1).sum())
+    if labels < 2:
+        return {"collapse_within": 0.0, "collapse_between": 0.0, "collapse_cosine": 0.0, "collapse_labels": 0}
+    found = collapse(sums)
+    return {
+        "collapse_within": found.within,
+        "collapse_between": found.between,
+        "collapse_cosine": found.cosine,
+        "collapse_labels": labels,
+    }

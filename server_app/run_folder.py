@@ -203,8 +203,13 @@ class RunFolder:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def finish(self, progress: Progress, exported: wire.State) -> str:
-        """Writes the selected model and the report; returns the model's SHA-256."""
+    def finish(self, progress: Progress, exported: wire.State, program: bytes | None = None) -> str:
+        """Writes the selected model and the report; returns the model's SHA-256.
+
+        ``program``: the model as one file that runs without this code (``inference.pt2``), where the method has one.
+        """
+        if program is not None:
+            write_atomic(self.path / "inference.pt2", program)
         model_sha256 = wire.state_sha256({"model": exported})
         header = {
             "method": self.settings.method,

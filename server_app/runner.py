@@ -40,7 +40,7 @@ def run(settings: Settings, grid: Grid) -> Outcome:
             data_sha256=facts.data_sha256 if facts else None,
             labels=facts.labels if facts else None,
         )
-        model_sha256 = folder.finish(strategy.progress, strategy.export())
+        model_sha256 = folder.finish(strategy.progress, strategy.export(), strategy.inference_program())
     except BaseException as error:
         log(ERROR, "the run failed: %s", error)
         folder.fail(f"{type(error).__name__}: {error}")

@@ -58,6 +58,10 @@ class FederatedStrategy(Strategy):
 
     selects_model = True
     """Whether the best validation round's model is the result; False where the models are not the server's."""
+    train_extra: Mapping[str, str] = {}
+    """Numbers of the method's own in every training reply, key -> kind; the site half's ``TRAIN_EXTRA``."""
+    evaluation_extra: Mapping[str, str] = {}
+    """Numbers of the method's own in every evaluation, key -> kind; the site half's ``EVALUATION_EXTRA``."""
     pools_training_data = False
     """Whether a simulation puts all training samples at one site (the centralised upper bound)."""
 
@@ -83,6 +87,10 @@ class FederatedStrategy(Strategy):
     def build(self, labels: tuple[str, ...], task: str) -> Modules:
         """The initial global state by module name. Default: the configured network as ``model``."""
         return {MODEL: initial_network(labels, self.settings).state_dict()}
+
+    def frozen_sha256(self, labels: tuple[str, ...]) -> str:
+        """SHA-256 of what every site holds fixed and nobody sends; the sites compare it with the schema."""
+        return ""
 
     def trained_modules(self, card: SiteCard) -> tuple[str, ...]:
         """Modules whose change this site sends back. Default: all."""
@@ -123,6 +131,10 @@ class FederatedStrategy(Strategy):
         if MODEL in modules:
             return dict(modules[MODEL])
         return {f"{module}.{name}": value for module, state in modules.items() for name, value in state.items()}
+
+    def inference_program(self) -> bytes | None:
+        """The selected model as one file that runs without this code, or None for a method that has none."""
+        return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The method's own state for a checkpoint, as flat tensors."""
@@ -216,7 +228,8 @@ class FederatedStrategy(Strategy):
     def _check_schema(self, modules: Modules) -> None:
         self.progress.modules = modules
         specs = {name: wire.spec_of(state) for name, state in modules.items()}
-        ours = wire.schema_sha256(self.table.labels, self.table.task, specs)
+        labels = self.table.labels
+        ours = wire.schema_sha256(labels, self.table.task, specs, self.frozen_sha256(labels))
         theirs = self.table.cards[0].schema
         if ours != theirs:
             raise CardError(
@@ -403,13 +416,12 @@ class FederatedStrategy(Strategy):
     def payload(self, action: str, card: SiteCard, evaluated_split: str) -> wire.Payload:
         """The declared payload of one site's reply to one action; the site's half declares the same."""
         splits = [evaluated_split] if evaluated_split else []
-        evaluation = wire.evaluation_payload(
-            splits, len(self.table.labels), self.settings.evaluation.bins, self.table.task
-        )
+        labels, bins = self.table.labels, self.settings.evaluation.bins
+        evaluation = wire.evaluation_payload(splits, len(labels), bins, self.table.task, self.evaluation_extra)
         if action == wire.EVALUATE:
             return evaluation
         specs = {name: wire.spec_of(self.progress.modules[name]) for name in self.trained_modules(card)}
-        return wire.train_payload(specs, evaluation)
+        return wire.train_payload(specs, evaluation, self.train_extra)
 
     def _gated(self, message: Message, reference_norm: float) -> gate.Reply | None:
         """The accepted reply, or None with the reason in the round's record."""
@@ -446,6 +458,7 @@ class FederatedStrategy(Strategy):
             self.record.weights[reply.site] = weight
             means[module].add(reply.site, scaled_to_norm(arrays, reply.norm, bound) if bound else arrays, weight)
         self.record.accepted.append(reply.site)
+        self.record.extra[reply.site] = dict(reply.numbers.get(wire.EXTRA, {}))
         self.record.train_loss[reply.site] = float(reply.numbers[wire.METRICS]["loss_sum"]) / reply.num_examples
 
     def _check_quorum(self, server_round: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from federation import wire
 from federation.metrics import ScoreHistogram
 from federation.summaries import per_class_table, summarise, summarise_confusion
 from strategies.gate import Reply
@@ -23,6 +24,7 @@ class PooledScores:
         self._histograms = {POOLED: ScoreHistogram(len(labels), bins)}
         self._confusion = {POOLED: np.zeros((len(labels), len(labels)), np.int64)}
         self._loss = {POOLED: [0.0, 0]}
+        self._extra: dict[str, dict[str, float]] = {}
 
     @property
     def sites(self) -> list[str]:
@@ -42,6 +44,7 @@ class PooledScores:
             self._loss[reply.site] = [float(loss["loss_sum"]), int(loss["num_examples"])]
             self._loss[POOLED][0] += self._loss[reply.site][0]
             self._loss[POOLED][1] += self._loss[reply.site][1]
+            self._extra[reply.site] = dict(reply.numbers.get(f"{wire.EXTRA}.{split}", {}))
 
     def best_thresholds(self) -> np.ndarray:
         """Per label ``(C,) float64``: the threshold of the best pooled F1; call it on validation scores only."""
@@ -77,7 +80,23 @@ class PooledScores:
         total, count = self._loss[scope]
         loss = total / count if count else None
         # finite losses of two sites may add up to infinity, which JSON cannot say
-        return figures | {"loss": loss if loss is None or math.isfinite(loss) else None, "num_examples": count}
+        return (
+            figures
+            | {"loss": loss if loss is None or math.isfinite(loss) else None, "num_examples": count}
+            | self._extras(scope)
+        )
+
+    def _extras(self, scope: str) -> dict[str, float]:
+        """A method's own numbers: a site's, or their mean over the sites weighted by examples."""
+        if scope != POOLED:
+            return self._extra[scope]
+        total = sum(self._loss[site][1] for site in self.sites)
+        names = sorted({name for numbers in self._extra.values() for name in numbers})
+        return {
+            name: sum(self._extra[site][name] * self._loss[site][1] for site in self.sites) / total
+            for name in names
+            if total
+        }
 
     def per_class(self, thresholds: np.ndarray | None, excluded: set[str], scope: str = POOLED) -> list[dict[str, Any]]:
         """One row a label with support, AUROC, AP, F1, sensitivity and specificity with intervals."""

@@ -46,6 +46,7 @@ class RoundRecord:
     missing: list[dict[str, str]] = field(default_factory=list)
     train_loss: dict[str, float | None] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class Observer(Protocol):

@@ -1,0 +1,108 @@
+"""FedNCA-ML on the server: the plain mean of what the sites trained around one fixed simplex ETF.
+
+Peng et al., "Neural Collapse-Inspired Multi-Label Federated Learning under Label-Distribution Skew", arXiv 2509.12544,
+algorithm 1. See `models.fednca` for the network, its losses and what travels. The ETF never travels: every site
+computes it and its hash is part of the schema that round 0 compares.
+
+Choice: sites weigh the same, as in algorithm 1 and in the authors' code (the text says FedAvg); ``num_examples`` is the
+switch. Choice: BatchNorm statistics are averaged with the weights; counters are kept out of the mean.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from federation import seeding
+from federation.registry import register
+from federation.settings import MethodArea, Settings
+from models.fednca import LOSS_NUMBERS, NETWORK_OPTIONS, FedNCANetwork, build_fednca
+from models.fednca_collapse import COLLAPSE_NUMBERS
+from models.fednca_export import export_network
+from models.networks import load_backbone
+from strategies.base import MODEL, FederatedStrategy
+from strategies.gate import Reply
+from strategies.progress import Modules
+
+
+class FedNCAArea(MethodArea):
+    """Defaults are those of the specification; every disagreement between paper and code is a switch here."""
+
+    backbone: str = Field("", description="resnet18, resnet50, small_cnn or a timm vit_*; empty: model.name")
+    head: Literal["ladm", "etf", "linear"] = Field("ladm", description="etf and linear are ablations without attention")
+    queries: Literal["fixed", "learnable_etf_init", "learnable_random"] = "fixed"
+    etf_trainable: bool = Field(False, description="true reproduces the published script, which trains the ETF")
+    position: bool = Field(True, description="the fixed 2-D sine-cosine code on the attention's tokens")
+    num_heads: int = Field(4, ge=1, le=64)
+    logit_scale_init: float = Field(10.0, gt=0, le=1000)
+    learnable_scale: bool = True
+    use_bias: bool = True
+    head_normalize: bool = False
+    lambda_neg: float = Field(1.0, ge=0, le=100, description="1 from scratch, 0.01 with pretrained weights")
+    lambda_pos: float = Field(1.0, ge=0, le=100)
+    tau: float = Field(0.3, ge=0, lt=1, description="scores of absent labels below this cost nothing")
+    temperature: float = Field(0.07, gt=0, le=10)
+    rejection: Literal["max_all", "nonself_sum"] = "max_all"
+    rejection_select: Literal["topk", "all", "random"] = "topk"
+    contrast: Literal["cross_entropy", "cosine", "squared_l2"] = "cross_entropy"
+    aggregation: Literal["equal", "num_examples"] = "equal"
+    lr_schedule: Literal["constant", "official_restart"] = "constant"
+    beta2: float = Field(0.98, gt=0, lt=1, description="AdamW's second beta")
+
+
+class FedNCA(FederatedStrategy):
+    """FedAvg with equal weights over a network whose classifier is not trained."""
+
+    train_extra = LOSS_NUMBERS
+    evaluation_extra = COLLAPSE_NUMBERS
+
+    @staticmethod
+    def contradictions(settings: Settings) -> list[str]:
+        """Combinations that no network can be built from."""
+        options, found = settings.options, []
+        if options.queries != "fixed" and options.head != "ladm":
+            found.append(f"fednca.queries = {options.queries!r} needs fednca.head = 'ladm', not {options.head!r}")
+        if options.etf_trainable and options.head == "linear":
+            found.append("fednca.etf_trainable = true needs a head with an ETF, not fednca.head = 'linear'")
+        return found
+
+    def build(self, labels: tuple[str, ...], task: str) -> Modules:
+        return {MODEL: self._network(labels).state_dict()}
+
+    def _network(self, labels: tuple[str, ...]) -> FedNCANetwork:
+        model, data = self.settings.model, self.settings.data
+        with seeding.scope(self.settings.seed, "initial_weights"):
+            network = build_fednca(
+                self.options.backbone or model.name,
+                num_labels=len(labels),
+                channels=data.channels,
+                image_size=data.image_size,
+                width=model.width,
+                norm=model.norm,
+                **self.options.model_dump(include=set(NETWORK_OPTIONS)),
+            )
+        if model.weights:
+            load_backbone(network.backbone, Path(model.weights).expanduser())
+        return network
+
+    def frozen_sha256(self, labels: tuple[str, ...]) -> str:
+        return self._network(labels).etf_sha256
+
+    def weigh(self, reply: Reply, module: str) -> float:
+        return 1.0 if self.options.aggregation == "equal" else super().weigh(reply, module)
+
+    def inference_program(self) -> bytes | None:
+        """Per-label probabilities and attention maps from one file; None for the ablations, which have no attention."""
+        if self.options.head != "ladm" or self.options.head_normalize:
+            return None
+        network = self._network(self.table.labels)
+        network.load_state_dict(self.progress.modules[MODEL], strict=True)
+        data = self.settings.data
+        return export_network(
+            network.eval(), labels=self.table.labels, channels=data.channels, image_size=data.image_size
+        )
+
+
+register("fednca", FedNCA, settings=FedNCAArea, site="client_app.fednca")
