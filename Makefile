@@ -1,7 +1,8 @@
 # Everything a newcomer needs: Python 3.11 or newer, pip, make and git. `make demo` is the place to start.
 #   make demo                      trains on embedded images, prints the result table and the path of the report
 #   make demo DATA=path/to/data    the same on real chest X-rays (a folder or zip with metadata.csv)
-#   make test | lint | bench | clean
+#   make test                      runs the tests; `make drills` the slow ones that start processes
+#   make lint | bench | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +12,7 @@ PRESET ?= $(if $(DATA),presets/chest-xray.toml,presets/demo.toml)
 TIMEOUT ?= 1800
 ARGS ?=
 
-.PHONY: demo test lint bench clean install install-test
+.PHONY: demo test drills lint bench clean install install-test
 .DEFAULT_GOAL := demo
 
 # A half-made environment would look finished to the next call, so it is removed; one of an old Python is never made.
@@ -29,7 +30,11 @@ demo: install
 	@$(PY) -m server_app.simulate --preset "$(PRESET)" $(if $(DATA),--data "$(DATA)") --timeout $(TIMEOUT) $(ARGS)
 
 test: install-test
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -m "not slow" $(ARGS)
+
+# Processes, Ray, SuperNodes, real kills: about twice as long again as the tests.
+drills: install-test
+	@$(PY) -m pytest -m slow $(ARGS)
 
 lint: install-test
 	@$(PY) -m ruff check .

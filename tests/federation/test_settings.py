@@ -64,7 +64,7 @@ def test_unknown_key_like_no_other_points_to_the_file_with_all_keys():
 def test_unknown_method_lists_those_there_are_and_does_not_hide_other_problems():
     problems = problems_of({"method": "fedavgg", "training.lr": 0})
     assert len(problems) == 2
-    assert "fedavg, fedprox" in problems[0] and "package.module:Name" in problems[0]
+    assert all(name in problems[0] for name in ("fedavg", "fedprox", "package.module:Name"))
 
 
 CONTRADICTIONS = {
