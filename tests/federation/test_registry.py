@@ -46,7 +46,7 @@ def test_all_built_in_methods_are_listed():
 
 @pytest.mark.parametrize("name", ["fedavgg", "", "gate", "base", "FedAvg"])
 def test_unknown_name_lists_those_there_are(name):
-    with pytest.raises(UnknownMethod, match=r"there are: .*fedavg, fedprox, .*package\.module:Name"):
+    with pytest.raises(UnknownMethod, match=r"there are: .*fedavg, .*fedprox, .*package\.module:Name"):
         find(name)
 
 
