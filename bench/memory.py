@@ -18,7 +18,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from bench.rows import Row
-from client_app.training import default_specs
+from client_app.training import on_meta
 from federation import wire
 from federation.settings import Settings
 
@@ -44,7 +44,7 @@ class AnsweringGrid(Grid):
 
     def __init__(self, sites: int, settings: Settings) -> None:
         self._ids = list(range(1, sites + 1))
-        self._specs = default_specs(LABELS, settings)
+        self._specs = {"model": wire.spec_of(on_meta(LABELS, settings).state_dict())}
         self._update = wire.encode(
             {name: np.zeros(spec.shape, spec.dtype) for name, spec in self._specs["model"].items()}
         )

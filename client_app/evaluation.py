@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from client_app.site import Site
-from client_app.training import Diverged, Job, Modules, load_batch, received_network
+from client_app.training import Build, Diverged, Job, Modules, load_batch, network_for, received_network
 from federation.metrics import ScoreHistogram, confusion_matrix
 from models.losses import LOSSES, probabilities
 
@@ -30,9 +30,9 @@ class Scores:
     extra: Mapping[str, float] = field(default_factory=dict)
 
 
-def evaluate(site: Site, modules: Modules, job: Job, split: str) -> Scores:
-    """Scores of the module ``model`` on one split. A method with another network gives its own `evaluate`."""
-    return score(received_network(site, modules, job), site, job, split)
+def evaluate(site: Site, modules: Modules, job: Job, split: str, build: Build = network_for) -> Scores:
+    """Scores of the module ``model`` on one split. A method that measures more gives its own `evaluate`."""
+    return score(received_network(site, modules, job, build), site, job, split)
 
 
 @torch.no_grad()

@@ -17,54 +17,52 @@ from torch import Tensor
 from client_app import evaluation
 from client_app.evaluation import EVALUATION_BATCH, Scores
 from client_app.site import Site
-from client_app.training import Job, Modules, Update, change, fit, load_batch, optimiser_for, usable
-from federation import seeding, wire
+from client_app.training import (
+    Job,
+    Modules,
+    Update,
+    batches,
+    change,
+    fit,
+    load_batch,
+    optimiser_for,
+    received_network,
+    usable,
+)
+from federation import seeding
 from federation.settings import Settings
-from models.fednca import LOSS_NUMBERS, NETWORK_OPTIONS, FedNCANetwork, build_fednca, class_bce, fednca_loss
+from models.fednca import (
+    LOSS_NUMBERS,
+    NETWORK_OPTIONS,
+    FedNCANetwork,
+    backbone_width,
+    build_fednca,
+    class_bce,
+    fednca_loss,
+)
 from models.fednca_collapse import COLLAPSE_NUMBERS, collapse_numbers, collapse_sums
+from models.fednca_maps import attention_maps, grad_cam
 
 TRAIN_EXTRA = LOSS_NUMBERS
 EVALUATION_EXTRA = COLLAPSE_NUMBERS
 
 
-def on_meta(labels: tuple[str, ...], settings: Settings) -> FedNCANetwork:
-    """The network without memory or random draws."""
-    model, data, options = settings.model, settings.data, settings.options
-    with torch.device("meta"):
-        return build_fednca(
-            options.backbone or model.name,
-            num_labels=len(labels),
-            channels=data.channels,
-            image_size=data.image_size,
-            width=model.width,
-            norm=model.norm,
-            **options.model_dump(include=set(NETWORK_OPTIONS)),
-        )
+def build(labels: tuple[str, ...], settings: Settings) -> FedNCANetwork:
+    """The network with the site's own ETF.
 
-
-def specs(labels: tuple[str, ...], settings: Settings) -> dict[str, dict[str, wire.TensorSpec]]:
-    """Names, shapes and dtypes of ``model``; the frozen ETF is not among them."""
-    return {"model": wire.spec_of(on_meta(labels, settings).state_dict())}
-
-
-def frozen_sha256(labels: tuple[str, ...], settings: Settings) -> str:
-    """Hash of the ETF as this site computes it."""
-    return on_meta(labels, settings).etf_sha256
-
-
-def received(site: Site, modules: Modules, job: Job) -> FedNCANetwork:
-    """The network with the received weights and the site's own ETF. Raises WireError where they do not fit."""
-    network = on_meta(site.data.labels, job.settings)
-    try:
-        network.to_empty(device="cpu").load_state_dict(modules["model"], strict=True)
-    except (KeyError, RuntimeError) as error:
-        raise wire.WireError("the received module 'model' does not fit this site's network") from error
-    return network
+    For a label list that has no room in the ETF it is one without: the site card then gets through and shows the list,
+    and the server, which builds the real one, refuses the run with the numbers instead of "the site's code failed".
+    """
+    name = settings.options.backbone or settings.model.name
+    options = settings.options.model_dump(include=set(NETWORK_OPTIONS))
+    if not 2 <= len(labels) <= backbone_width(name, **settings.network_shape()):
+        options |= {"head": "linear", "queries": "fixed", "etf_trainable": False}
+    return build_fednca(name, num_labels=len(labels), **settings.network_shape(), **options)
 
 
 def train(site: Site, modules: Modules, job: Job) -> Update:
     """The change of ``model`` after local training, and the mean of every loss part."""
-    network = received(site, modules, job)
+    network = received_network(site, modules, job, build)
     totals: Counter[str] = Counter()
     optimiser = _optimiser(network, job)
     done = fit(
@@ -137,7 +135,8 @@ def _schedule(optimiser: torch.optim.Optimizer, site: Site, job: Job) -> Callabl
     if job.settings.options.lr_schedule == "constant":
         return None
     area = job.settings.training
-    steps = -(-len(usable(site.data.splits["train"])) // area.batch_size) * area.epochs
+    count = len(usable(site.data.splits["train"]))
+    steps = area.epochs * sum(1 for _ in batches(count, area.batch_size, torch.Generator()))
     warm_up = max(1, int(1.5 * steps))
     taken = 0
 
@@ -157,7 +156,7 @@ def _schedule(optimiser: torch.optim.Optimizer, site: Site, job: Job) -> Callabl
 @torch.no_grad()
 def evaluate(site: Site, modules: Modules, job: Job, split: str) -> Scores:
     """Scores as of any network, with the site's neural-collapse numbers over the positives of the split."""
-    network = received(site, modules, job)
+    network = received_network(site, modules, job, build)
     scores = evaluation.score(network, site, job, split)
     none = dict.fromkeys(COLLAPSE_NUMBERS, 0)
     return Scores(scores.arrays, scores.num_examples, scores.loss_sum, _collapse(network, site, job, split) or none)
@@ -175,3 +174,9 @@ def _collapse(network: FedNCANetwork, site: Site, job: Job, split: str) -> dict[
         batch = collapse_sums(features, targets.to(job.device), network.etf)
         sums = batch if sums is None else sums + batch
     return collapse_numbers(sums)
+
+
+def explain(network: FedNCANetwork, images: Tensor, label: int) -> dict[str, Tensor]:
+    """Where the network looked for one label, by title, each ``(B, H, W) float32``, for who may see the images."""
+    maps = {"attention": attention_maps(network, images)[:, label]} if network.kind == "ladm" else {}
+    return {**maps, "Grad-CAM": grad_cam(network, images, label)}

@@ -7,10 +7,11 @@ prints or warns reaches Flower's log, which the server can read.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from logging import Logger
 from pathlib import Path
 from types import ModuleType
@@ -91,9 +92,7 @@ def profile(site: Site, settings: Settings, half: ModuleType) -> RecordDict:
         "site": data.name,
         "labels": list(data.labels),
         "task": data.task,
-        "schema": wire.schema_sha256(
-            data.labels, data.task, specs_of(half)(data.labels, settings), frozen_of(half)(data.labels, settings)
-        ),
+        "schema": schema(data.labels, data.task, settings, half),
         "modalities": ["image", "report"] if any(split.reports for split in data.splits.values()) else ["image"],
         "data_sha256": data.checksum,
     }
@@ -114,7 +113,8 @@ def work(
     split = str(job.config.get("evaluate", ""))
     content = RecordDict({wire.METRICS: MetricRecord({"server_round": job.server_round})})
     if split:
-        evaluate = getattr(half, "evaluate", evaluation.evaluate)
+        build = getattr(half, "build", training.network_for)
+        evaluate = getattr(half, "evaluate", functools.partial(evaluation.evaluate, build=build))
         scores = evaluate(site, {name: dict(state) for name, state in modules.items()}, job, split)
         content[wire.SCORES + split] = wire.encode(scores.arrays)
         content[f"loss.{split}"] = MetricRecord({"num_examples": scores.num_examples, "loss_sum": scores.loss_sum})
@@ -147,14 +147,14 @@ def work(
     return content, declared
 
 
-def specs_of(half: ModuleType) -> Callable[..., dict[str, dict[str, wire.TensorSpec]]]:
-    """The method's own tensor specs, or those of the configured network."""
-    return getattr(half, "specs", training.default_specs)
+def schema(labels: tuple[str, ...], task: str, settings: Settings, half: ModuleType) -> str:
+    """The hash that server and sites compare: labels, task, tensors, and what the network holds fixed everywhere.
 
-
-def frozen_of(half: ModuleType) -> Callable[..., str]:
-    """SHA-256 of what the method holds fixed at every site and never sends; "" where there is nothing."""
-    return getattr(half, "frozen_sha256", lambda labels, settings: "")
+    A half with more modules than ``model`` gives its own ``specs(labels, settings)``.
+    """
+    network = training.on_meta(labels, settings, getattr(half, "build", training.network_for))
+    specs = half.specs(labels, settings) if hasattr(half, "specs") else {"model": wire.spec_of(network.state_dict())}
+    return wire.schema_sha256(labels, task, specs, getattr(network, "frozen_sha256", ""))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from client_app.site import Site
-from client_app.training import Job, Modules, Update, change, fit, network_for, received_network
+from client_app.training import Job, Modules, Update, change, fit, on_meta, received_network
 from federation import wire
 from federation.settings import Settings
 
@@ -20,10 +20,8 @@ STATE = "control"
 
 def specs(labels: tuple[str, ...], settings: Settings) -> dict[str, dict[str, wire.TensorSpec]]:
     """The network, and one control variate a parameter."""
-    with torch.device("meta"):
-        network = network_for(labels, settings)
-        parameters = dict(network.named_parameters())
-        return {"control": wire.spec_of(parameters), "model": wire.spec_of(network.state_dict())}
+    network = on_meta(labels, settings)
+    return {"control": wire.spec_of(dict(network.named_parameters())), "model": wire.spec_of(network.state_dict())}
 
 
 def train(site: Site, modules: Modules, job: Job) -> Update:

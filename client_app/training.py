@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,27 +66,28 @@ class Fit:
         return Update(modules, self.num_examples, self.loss_sum, self.num_steps, dict(extra or {}))
 
 
+Build = Callable[[tuple[str, ...], Settings], nn.Module]
+"""A site half's ``build``: label names and settings to the method's network, weights from torch's generator."""
+
+
 def network_for(labels: tuple[str, ...], settings: Settings) -> nn.Module:
     """The configured network; its initial weights come from torch's current generator."""
-    model, data = settings.model, settings.data
-    return build_network(
-        model.name,
-        channels=data.channels,
-        num_labels=len(labels),
-        image_size=data.image_size,
-        width=model.width,
-        norm=model.norm,
-    )
+    return build_network(settings.model.name, num_labels=len(labels), **settings.network_shape())
 
 
-def received_network(site: Site, modules: Modules, job: Job) -> nn.Module:
-    """The configured network with the weights of the received module ``model``, which is not written to.
+def on_meta(labels: tuple[str, ...], settings: Settings, build: Build = network_for) -> nn.Module:
+    """A network without memory or random draws, for its names, shapes and dtypes."""
+    with torch.device("meta"):
+        return build(labels, settings)
+
+
+def received_network(site: Site, modules: Modules, job: Job, build: Build = network_for) -> Any:
+    """The method's network with the weights of the received module ``model``, which is not written to.
 
     Built without drawing initial weights first: for ResNet-18 that would cost more than a small site's epoch. Raises
     WireError where it does not fit.
     """
-    with torch.device("meta"):
-        network = network_for(site.data.labels, job.settings)
+    network = on_meta(site.data.labels, job.settings, build)
     try:
         network.to_empty(device="cpu").load_state_dict(modules["model"], strict=True)
     except (KeyError, RuntimeError) as error:
@@ -205,9 +207,3 @@ def freeze_batch_norm(network: nn.Module) -> None:
     for layer in network.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             layer.eval()
-
-
-def default_specs(labels: tuple[str, ...], settings: Settings) -> dict[str, dict[str, wire.TensorSpec]]:
-    """Names, shapes and dtypes of the configured network as the one module ``model``, without building it."""
-    with torch.device("meta"):
-        return {"model": wire.spec_of(network_for(labels, settings).state_dict())}

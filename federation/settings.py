@@ -211,6 +211,11 @@ class Settings(BaseModel):
     def _top() -> tuple[str, ...]:
         return ("method", "seed", "resume")
 
+    def network_shape(self) -> dict[str, Any]:
+        """What every network is built with besides its name: input size and channels, width, normalisation."""
+        data, model = self.data, self.model
+        return {"channels": data.channels, "image_size": data.image_size, "width": model.width, "norm": model.norm}
+
     def flat(self) -> dict[str, Scalar]:
         """The resolved run config as one flat mapping, method section included."""
         out: dict[str, Scalar] = {name: getattr(self, name) for name in self._top()}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from models.fednca_attention import LabelAttention, sincos_2d
-from models.fednca_backbones import build_backbone
+from models.fednca_backbones import backbone_width, build_backbone
 from models.fednca_etf import etf_sha256, pairwise_logits, prototype_products, simplex_etf
 from models.fednca_loss import class_bce, fednca_loss, known_labels
 
@@ -31,6 +31,7 @@ __all__ = [
     "EtfHead",
     "FedNCANetwork",
     "LabelAttention",
+    "backbone_width",
     "build_backbone",
     "build_fednca",
     "class_bce",
@@ -152,7 +153,7 @@ class FedNCANetwork(nn.Module):
                 self.learned_queries = nn.Parameter(etf.clone())
 
     @property
-    def etf_sha256(self) -> str:
+    def frozen_sha256(self) -> str:
         """Hash of the fixed prototypes that every site computes for itself; "" where there are none."""
         return "" if self.kind == "linear" else etf_sha256(simplex_etf(self.num_labels, self.dim))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 
 import timm
+import torch
 import torchvision
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -44,6 +46,13 @@ def build_backbone(
         backbone = TokenMap(name, channels=channels, image_size=image_size, patch_size=patch_size)
         return backbone, backbone.vit.embed_dim
     raise ValueError(f"no backbone {name!r}; there are small_cnn, resnet18, resnet50 and timm's vit_*")
+
+
+@functools.cache
+def backbone_width(name: str, *, channels: int = 3, image_size: int = 224, width: int = 32, norm: str = "batch") -> int:
+    """D of `build_backbone`, without memory or random draws. Raises ValueError like it."""
+    with torch.device("meta"):
+        return build_backbone(name, channels=channels, image_size=image_size, width=width, norm=norm)[1]
 
 
 class TokenMap(nn.Module):

@@ -22,16 +22,18 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
+from torch import nn
 
 from federation import metrics, wire
 from federation.settings import Settings, names_in
+from models.networks import build_network
 from strategies import gate
 from strategies.aggregation import StreamingMean, apply_mean, capped_weights, scaled_to_norm
 from strategies.cards import CardError, SiteCard, SiteTable
 from strategies.discovery import QuorumError, collect_table, wait_for_nodes
 from strategies.evaluation import PooledScores
 from strategies.exchange import exchange, failure
-from strategies.initial import initial_network, state_norm
+from strategies.initial import seeded, state_norm
 from strategies.progress import Modules, Observer, Progress, RoundRecord
 from strategies.selection import drawn_sites
 
@@ -84,13 +86,16 @@ class FederatedStrategy(Strategy):
 
     # -- what a method changes ----------------------------------------------------------------------------------
 
-    def build(self, labels: tuple[str, ...], task: str) -> Modules:
-        """The initial global state by module name. Default: the configured network as ``model``."""
-        return {MODEL: initial_network(labels, self.settings).state_dict()}
+    def network(self, labels: tuple[str, ...], task: str) -> nn.Module:
+        """The method's network, weights from torch's current generator. Default: the configured one.
 
-    def frozen_sha256(self, labels: tuple[str, ...]) -> str:
-        """SHA-256 of what every site holds fixed and nobody sends; the sites compare it with the schema."""
-        return ""
+        Its ``frozen_sha256``, where it has one, covers what every site holds fixed and nobody sends.
+        """
+        return build_network(self.settings.model.name, num_labels=len(labels), **self.settings.network_shape())
+
+    def build(self, network: nn.Module) -> Modules:
+        """The initial global state by module name. Default: the network as ``model``."""
+        return {MODEL: network.state_dict()}
 
     def trained_modules(self, card: SiteCard) -> tuple[str, ...]:
         """Modules whose change this site sends back. Default: all."""
@@ -197,9 +202,8 @@ class FederatedStrategy(Strategy):
     def _initialise(
         self, initial_arrays: ArrayRecord | None, resume_from: Progress | None, data_sha256: Mapping[str, str]
     ) -> None:
-        labels, task = self.table.labels, self.table.task
-        metrics.check_selection_metric(self.settings.evaluation.selection_metric, task)
-        self._check_schema(self.build(labels, task))
+        metrics.check_selection_metric(self.settings.evaluation.selection_metric, self.table.task)
+        self._start_state()
         counts = {card.site: float(card.num_train) for card in self.table.trainable}
         self.weight_ceiling = max(capped_weights(counts, self.settings.federation.max_site_share).values())
         self.headline_excluded = self._headline_excluded()
@@ -225,11 +229,13 @@ class FederatedStrategy(Strategy):
                 f"{', '.join(before)}; start a new run or restore the labels"
             )
 
-    def _check_schema(self, modules: Modules) -> None:
-        self.progress.modules = modules
-        specs = {name: wire.spec_of(state) for name, state in modules.items()}
-        labels = self.table.labels
-        ours = wire.schema_sha256(labels, self.table.task, specs, self.frozen_sha256(labels))
+    def _start_state(self) -> None:
+        """Builds the initial state; refuses to start where the sites' schema is another. Raises CardError."""
+        labels, task = self.table.labels, self.table.task
+        network = seeded(lambda: self.network(labels, task), self.settings)
+        self.progress.modules = self.build(network)
+        specs = {name: wire.spec_of(state) for name, state in self.progress.modules.items()}
+        ours = wire.schema_sha256(labels, task, specs, getattr(network, "frozen_sha256", ""))
         theirs = self.table.cards[0].schema
         if ours != theirs:
             raise CardError(

@@ -10,21 +10,17 @@ switch. Choice: BatchNorm statistics are averaged with the weights; counters are
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from federation import seeding
 from federation.registry import register
-from federation.settings import MethodArea, Settings
-from models.fednca import LOSS_NUMBERS, NETWORK_OPTIONS, FedNCANetwork, build_fednca
+from federation.settings import MethodArea, Settings, names_in
+from models.fednca import LOSS_NUMBERS, NETWORK_OPTIONS, FedNCANetwork, backbone_width, build_fednca
 from models.fednca_collapse import COLLAPSE_NUMBERS
 from models.fednca_export import export_network
-from models.networks import load_backbone
 from strategies.base import MODEL, FederatedStrategy
 from strategies.gate import Reply
-from strategies.progress import Modules
 
 
 class FedNCAArea(MethodArea):
@@ -66,29 +62,15 @@ class FedNCA(FederatedStrategy):
             found.append(f"fednca.queries = {options.queries!r} needs fednca.head = 'ladm', not {options.head!r}")
         if options.etf_trainable and options.head == "linear":
             found.append("fednca.etf_trainable = true needs a head with an ETF, not fednca.head = 'linear'")
-        return found
+        return found + _misfits(settings)
 
-    def build(self, labels: tuple[str, ...], task: str) -> Modules:
-        return {MODEL: self._network(labels).state_dict()}
-
-    def _network(self, labels: tuple[str, ...]) -> FedNCANetwork:
-        model, data = self.settings.model, self.settings.data
-        with seeding.scope(self.settings.seed, "initial_weights"):
-            network = build_fednca(
-                self.options.backbone or model.name,
-                num_labels=len(labels),
-                channels=data.channels,
-                image_size=data.image_size,
-                width=model.width,
-                norm=model.norm,
-                **self.options.model_dump(include=set(NETWORK_OPTIONS)),
-            )
-        if model.weights:
-            load_backbone(network.backbone, Path(model.weights).expanduser())
-        return network
-
-    def frozen_sha256(self, labels: tuple[str, ...]) -> str:
-        return self._network(labels).etf_sha256
+    def network(self, labels: tuple[str, ...], task: str) -> FedNCANetwork:
+        return build_fednca(
+            self.options.backbone or self.settings.model.name,
+            num_labels=len(labels),
+            **self.settings.network_shape(),
+            **self.options.model_dump(include=set(NETWORK_OPTIONS)),
+        )
 
     def weigh(self, reply: Reply, module: str) -> float:
         return 1.0 if self.options.aggregation == "equal" else super().weigh(reply, module)
@@ -97,12 +79,31 @@ class FedNCA(FederatedStrategy):
         """Per-label probabilities and attention maps from one file; None for the ablations, which have no attention."""
         if self.options.head != "ladm" or self.options.head_normalize:
             return None
-        network = self._network(self.table.labels)
+        network = self.network(self.table.labels, self.table.task)
         network.load_state_dict(self.progress.modules[MODEL], strict=True)
         data = self.settings.data
         return export_network(
             network.eval(), labels=self.table.labels, channels=data.channels, image_size=data.image_size
         )
+
+
+def _misfits(settings: Settings) -> list[str]:
+    """What does not fit the width of the backbone, as far as it is known before the sites' label list is."""
+    options, found = settings.options, []
+    name = options.backbone or settings.model.name
+    try:
+        dim = backbone_width(name, **settings.network_shape())
+    except ValueError as error:
+        return [f"fednca.backbone = {name!r}: {error}"]
+    if options.head == "ladm" and (dim % options.num_heads or dim % 2):
+        found.append(f"fednca.num_heads = {options.num_heads} does not divide the width {dim} of {name}; use 4")
+    count = len(names_in(settings.data.labels))
+    if count and options.head != "linear" and not 2 <= count <= dim:
+        found.append(
+            f"data.labels names {count} label{'s' * (count != 1)}, the ETF of a {name} of width {dim} has room for "
+            f"2 to {dim}; change the labels, take a wider backbone, or fednca.head = 'linear'"
+        )
+    return found
 
 
 register("fednca", FedNCA, settings=FedNCAArea, site="client_app.fednca")

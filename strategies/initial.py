@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,23 +11,15 @@ from torch import nn
 
 from federation import seeding, wire
 from federation.settings import Settings
-from models.networks import build_network, load_backbone
+from models.networks import load_backbone
 
 
-def initial_network(labels: tuple[str, ...], settings: Settings) -> nn.Module:
-    """The configured network with seeded initial weights, or those of ``model.weights`` (a safetensors file)."""
-    model, data = settings.model, settings.data
+def seeded(build: Callable[[], nn.Module], settings: Settings) -> nn.Module:
+    """A network with seeded initial weights, its backbone from ``model.weights`` where a safetensors file is given."""
     with seeding.scope(settings.seed, "initial_weights"):
-        network = build_network(
-            model.name,
-            channels=data.channels,
-            num_labels=len(labels),
-            image_size=data.image_size,
-            width=model.width,
-            norm=model.norm,
-        )
-    if model.weights:
-        load_backbone(network, Path(model.weights).expanduser())
+        network = build()
+    if settings.model.weights:
+        load_backbone(getattr(network, "backbone", network), Path(settings.model.weights).expanduser())
     return network
 
 

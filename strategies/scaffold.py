@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from federation.registry import register
 from federation.settings import MethodArea, Settings
 from strategies.aggregation import StreamingMean, apply_mean
 from strategies.base import MODEL, FederatedStrategy
 from strategies.gate import Reply
-from strategies.initial import initial_network
 from strategies.progress import Modules
 
 CONTROL = "control"
@@ -34,13 +34,8 @@ class Scaffold(FederatedStrategy):
             return []
         return [f"method = 'scaffold' with training.optimizer = {settings.training.optimizer!r}: use 'sgd'"]
 
-    def build(self, labels: tuple[str, ...], task: str) -> Modules:
-        network = initial_network(labels, self.settings)
-        zeros = {
-            name: torch.zeros_like(value)
-            for name, value in network.state_dict().items()
-            if name in dict(network.named_parameters())
-        }
+    def build(self, network: nn.Module) -> Modules:
+        zeros = {name: torch.zeros_like(value) for name, value in network.named_parameters()}
         return {MODEL: network.state_dict(), CONTROL: zeros}
 
     def weigh(self, reply: Reply, module: str) -> float:

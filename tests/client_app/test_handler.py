@@ -18,12 +18,11 @@ import client_app.fedavg
 from client_app import handler
 from client_app.egress import EgressError, verify
 from client_app.site import IdleNode
-from client_app.training import Diverged, Update
+from client_app.training import Diverged, Update, network_for
 from datasets.records import DataError
 from federation import wire
 from federation.settings import Settings, SettingsError
 from federation.wire import WireError
-from strategies.initial import initial_network
 
 PATIENT = "PATIENT-Jane-Doe"
 PLACE = "/mnt/pacs/1953-04-01/scan.dcm"
@@ -40,7 +39,7 @@ def ask(hospital):
         config = {"server_round": 1, "experiment": experiment, "last_accepted": 0, "evaluate": evaluate}
         content = RecordDict({wire.CONFIG: ConfigRecord(config)})
         if action != wire.PROFILE:
-            network = initial_network(("cat", "dog"), Settings.from_run_config(hospital.run_config))
+            network = network_for(("cat", "dog"), Settings.from_run_config(hospital.run_config))
             content["module.model"] = wire.encode(network.state_dict())
         message = Message(content, 1, action, ttl=60.0, group_id="1")
         context = Context(1, 1, node_config or hospital.node_config, RecordDict(), run_config)

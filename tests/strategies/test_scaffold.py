@@ -69,7 +69,8 @@ def test_the_servers_variate_is_the_mean_of_the_sites_variates(plain_settings, t
 def test_variates_cover_the_parameters_only_and_start_at_zero(plain_settings):
     from strategies.scaffold import Scaffold
 
-    modules = Scaffold(plain_settings(method="scaffold")).build(("a", "b"), "multilabel")
+    strategy = Scaffold(plain_settings(method="scaffold"))
+    modules = strategy.build(strategy.network(("a", "b"), "multilabel"))
     buffers = {name for name in modules["model"] if name.rpartition(".")[2].startswith(("running", "num_batches"))}
     assert set(modules["control"]) == set(modules["model"]) - buffers and buffers
     assert all(not value.any() for value in modules["control"].values())
