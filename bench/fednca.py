@@ -22,20 +22,18 @@ TRAIN_TARGET, INFERENCE_TARGET = "<= 1.10", "<= 1.05"
 
 
 def measure() -> list[Row]:
-    """Milliseconds a sample, ours beside FedAvg's: forward, loss, backward and AdamW; then scores of a trained model."""
+    """Milliseconds an image, ours beside FedAvg's: forward, loss, backward and AdamW; then scores of the same model."""
     rows = []
     for side, repeats in REPEATS.items():
         ours, peer = _networks(side)
         images = torch.randn(BATCH, 3, side, side, generator=torch.Generator().manual_seed(0))
         targets = (torch.rand(BATCH, LABELS, generator=torch.Generator().manual_seed(1)) < 0.2).to(torch.int8)
-        rows.append(
-            _row(f"train step, {side} px", _step(ours, images, targets), _step(peer, images, targets), repeats)
-        )
+        rows.append(_row(f"train step, {side} px", _step(ours, images, targets), _step(peer, images, targets), repeats))
         ours, peer = ours.eval(), peer.eval()
         folded = FoldedNetwork(ours, tuple(ours.backbone(images[:1]).shape[2:])).eval()
         scores = _scores(peer, images)
         rows.append(_row(f"inference, {side} px", _scores(ours, images), scores, repeats))
-        rows.append(_row(f"inference of inference.pt2, {side} px, with attention", _scores(folded, images), scores, repeats))
+        rows.append(_row(f"inference folded, maps included, {side} px", _scores(folded, images), scores, repeats))
     return rows
 
 

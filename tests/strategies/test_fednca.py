@@ -241,7 +241,7 @@ def test_loss_parts_and_collapse_numbers_arrive_in_metrics_jsonl(config):
 
 
 def test_collapse_goes_on_while_it_trains(config):
-    outcome = run(config(federation__rounds=6, training__epochs=4, training__lr=0.005))
+    outcome = run(config(federation__rounds=4, training__epochs=4, training__lr=0.01))
     pooled = [line["summary"] for line in lines_of(outcome.run_dir)
               if line["kind"] == "evaluation" and line["scope"] == "pooled" and line["split"] == "val"]  # fmt: skip
     assert pooled[-1]["collapse_cosine"] > pooled[0]["collapse_cosine"] + 0.1
