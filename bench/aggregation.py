@@ -9,6 +9,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from bench.rows import Row, alternate, seconds
 from federation import wire
 from models.networks import resnet18
+from server_app.runner import SERVER_THREADS
 from strategies import gate
 from strategies.aggregation import StreamingMean
 
@@ -18,6 +19,7 @@ REPEATS = 15
 
 def measure() -> list[Row]:
     """GB/s of update bytes, ours beside flwr's own function; then the share of the gate, with and without it."""
+    torch.set_num_threads(SERVER_THREADS)
     replies, expected = _replies()
     size_gb = sum(wire.size_bytes(reply) for reply in replies) / 1e9
     ours, peer = alternate(
@@ -29,7 +31,7 @@ def measure() -> list[Row]:
         lambda: seconds(lambda: _fold(replies, expected)), lambda: seconds(lambda: _fold_ungated(replies)), REPEATS
     )
     added = [100 * (with_gate / without - 1) for with_gate, without in zip(gated, bare, strict=True)]
-    threads = f"{torch.get_num_threads()} threads"
+    threads = f"{SERVER_THREADS} thread, as the server runs"
     folded = "10 x 45 MB updates, decoded, gated, averaged"
     return [
         Row(folded, "GB/s", ours, "flwr aggregate_arrayrecords", peer, ">= 6", threads),

@@ -11,10 +11,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Checks the run config as a whole before any work, then runs. An error ends the run as failed."""
-    import torch
-
     from federation.settings import Settings
     from server_app.runner import run
 
-    torch.set_num_threads(max(1, torch.get_num_threads()))
     run(Settings.from_run_config(context.run_config), grid)

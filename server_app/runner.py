@@ -7,12 +7,15 @@ from logging import ERROR, INFO
 from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from federation import registry
 from federation.settings import Settings
 from server_app.run_folder import RunFolder
+
+SERVER_THREADS = 1
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,20 @@ class Outcome:
 
 
 def run(settings: Settings, grid: Grid) -> Outcome:
-    """Runs a federation; whatever ends it early is written into the run folder and raised again."""
+    """Runs a federation; whatever ends it early is written into the run folder and raised again.
+
+    The server computes on one thread: folding updates is bound by memory, a second thread that is taken away by another
+    process makes it several times slower, and the number of threads would change the last bits of a norm.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(SERVER_THREADS)
+    try:
+        return _run(settings, grid)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(settings: Settings, grid: Grid) -> Outcome:
     folder = RunFolder.open(settings)
     log(INFO, "run folder: %s", folder.path)
     strategy = registry.find(settings.method).strategy(settings, folder.experiment)

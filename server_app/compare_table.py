@@ -1,0 +1,244 @@
+"""The page of a comparison in Markdown: per setting one table of figures and one of paired differences.
+
+Rows stand in the order of the plan, so a row that loses stays where it is, and so does one that failed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from server_app.compare_cells import Cell
+from server_app.compare_figures import BYTES, ROUND_SECONDS, SECONDS, WORST_LABEL, WORST_SITE, Figures, read_figures
+from server_app.compare_plan import DATA_ROOT, Plan, Row, Setting
+from server_app.compare_stats import Spread, spread, t_interval
+from server_app.report_words import NOT_DEFINED, data_size, metric_name, number_of
+from server_app.run_folder import versions
+
+CONFIDENCE = 0.95
+FEW_SEEDS = 10
+LOWER_IS_BETTER = frozenset({"loss", BYTES, SECONDS, ROUND_SECONDS})
+HIGHER_IS_BETTER = re.compile(r"(macro|micro|worst)_|(auroc|ap|f1)_q\d+$|(balanced_)?accuracy$|neg_loss$")
+EXTRA_COLUMNS = {
+    WORST_SITE: "AUROC, worst site",
+    WORST_LABEL: "AUROC, worst label",
+    BYTES: "Bytes a round (to the sites / back)",
+    ROUND_SECONDS: "Seconds a round",
+    SECONDS: "Seconds a run",
+}
+
+
+def page(plan: Plan, cells: Sequence[Cell], *, command: str, jobs: int, written: str) -> str:
+    """The whole page. ``written``: date and time in words."""
+    done = {id(cell): read_figures(cell.run_dir) for cell in cells if cell.is_done and cell.run_dir is not None}
+    parts = [f"# {plan.title}", *_provenance(cells, list(done.values()), command, written)]
+    if plan.notes.strip():
+        parts.append(plan.notes.strip())
+    parts += [_how_to_read(plan, jobs), _rows_described(plan)]
+    for setting in plan.settings:
+        mine = [cell for cell in cells if cell.setting == setting]
+        parts += _section(plan, setting, mine, done)
+    return "\n\n".join(parts) + "\n"
+
+
+def without_folders(text: str) -> str:
+    """The text with every absolute path shortened: a page that is shared names no folder of one machine.
+
+    >>> without_folders("no file /data/packs/a.zip here")
+    'no file .../a.zip here'
+    """
+    text = text.replace(f"{Path.cwd()}{os.sep}", "")
+    return re.sub(r"(?<![\w.:/~-])/(?:[^\s/'\"`|,;:()]+/)+([^\s/'\"`|,;:()]+)", r".../\1", text)
+
+
+def _provenance(cells: Sequence[Cell], figures: Sequence[Figures], command: str, written: str) -> list[str]:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    machine = f"{os.cpu_count()} cores, {gpu}, {platform.system()}"
+    made_with = {_listed(found.run["versions"]): None for found in figures if "versions" in found.run}
+    states = Counter(cell.code for cell in cells if cell.is_done)
+    counts = Counter(cell.status for cell in cells)
+    lines = [
+        f"Made by `{without_folders(command)}` on {written}; {machine}.",
+        "Versions: " + "; other cells: ".join(made_with or {_listed(versions()): None}) + ".",
+        f"Cells: {number_of(len(cells), 'cell')}, {counts['completed'] + counts['cached']} with a completed run, "
+        f"{counts['failed']} failed, {counts['skipped']} skipped.",
+    ]
+    if len(states) > 1:
+        shares = ", ".join(f"{code} ({number_of(count, 'cell')})" for code, count in states.most_common())
+        lines.append(
+            f"**The code changed between cells**: states {shares}. `--rerun-changed` runs the older ones again."
+        )
+    elif states:
+        lines.append(f"State of the code: {next(iter(states))}.")
+    return ["\n".join(lines)]
+
+
+def _listed(found: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def _how_to_read(plan: Plan, jobs: int) -> str:
+    seeds = ("seeds " if len(plan.seeds) > 1 else "seed ") + ", ".join(map(str, plan.seeds))
+    first = f"`{plan.rows[0].name}`"
+    few = (
+        f" {number_of(len(plan.seeds), 'seed')} {'is' if len(plan.seeds) == 1 else 'are'} few: the standard deviation "
+        "is itself uncertain, the intervals are wide and not corrected for the number of comparisons, and an interval "
+        "that holds 0 shows no difference, not that there is none."
+        if len(plan.seeds) < FEW_SEEDS
+        else " The intervals are not corrected for the number of comparisons."
+    )
+    return (
+        f"Figures are those of the test data: mean ± standard deviation (ddof = 1) over the {seeds}; a "
+        "seed draws the partition, the first weights and the order of training. Bold: the best mean of a column among "
+        "the rows with most seeds; rows stand in the order of the plan. The worst site is the one with the lowest mean "
+        f"AUROC over labels on its own test examples. Differences are those to {first} at the same seed, with "
+        f"Student's {CONFIDENCE:.0%} interval of their mean.{few} Seconds were taken with up to "
+        f"{number_of(jobs, 'cell')} at a time on this machine, a run's with start, evaluation, export and "
+        "report: a rough guide, no benchmark."
+    )
+
+
+def _section(plan: Plan, setting: Setting, cells: Sequence[Cell], done: Mapping[int, Figures]) -> list[str]:
+    needed = {DATA_ROOT: setting.needs} if setting.needs else {}
+    parts = [f"## {setting.name}", " ".join([_described({**needed, **setting.run_config}), setting.note]).strip()]
+    rows = {row.name: [cell for cell in cells if cell.row == row] for row in plan.rows}
+    figures = {name: {cell.seed: done[id(cell)] for cell in mine if id(cell) in done} for name, mine in rows.items()}
+    if any(figures.values()):
+        parts.append(_figures_table(plan, rows, figures))
+        if len(plan.rows) > 1:
+            parts += [f"Difference to `{plan.rows[0].name}`:", _differences_table(plan, figures)]
+    troubled = [cell for cell in cells if cell.status in ("failed", "skipped", "waiting")]
+    if troubled:
+        parts.append("Without a result:\n\n" + "\n".join(_troubles(plan.rows, troubled, len(plan.seeds))))
+    return parts
+
+
+def _rows_described(plan: Plan) -> str:
+    lines = [
+        f"All rows: {_described(plan.base)}. A row's own settings win over those of a table, and those over these."
+    ]
+    lines += [f"- {row.name}: {_described(row.run_config)} {row.note}".rstrip() for row in plan.rows]
+    return "\n".join([lines[0], "", *lines[1:]])
+
+
+def _described(run_config: Mapping[str, Any]) -> str:
+    """A run config in one line, data by its name."""
+    shown = (f"{key} = {Path(str(value)).name if key == DATA_ROOT else value}" for key, value in run_config.items())
+    return f"`{', '.join(shown)}`" if run_config else "no settings of its own"
+
+
+def _troubles(rows: Iterable[Row], cells: Sequence[Cell], num_seeds: int) -> list[str]:
+    """One line for all seeds of a row that ended alike, and one line for all rows where every cell did."""
+    if len({(cell.status, cell.reason) for cell in cells}) == 1 and len(cells) == num_seeds * len(list(rows)):
+        return [f"- all rows: {cells[0].status}: {without_folders(cells[0].reason)}"]
+    seeds: dict[tuple[str, str, str], list[str]] = {}
+    for cell in sorted(cells, key=lambda cell: list(rows).index(cell.row)):
+        seeds.setdefault((cell.row.name, cell.status, cell.reason), []).append(str(cell.seed))
+    return [
+        f"- {name}, {'all seeds' if len(found) == num_seeds else 'seed ' + ', '.join(found)}: {status}"
+        + (f": {without_folders(reason)}" if reason else "")
+        for (name, status, reason), found in seeds.items()
+    ]
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _figures_table(plan: Plan, rows: Mapping[str, Sequence[Cell]], figures: Mapping[str, Mapping[int, Figures]]) -> str:
+    columns = [*plan.metrics, *(key for key in EXTRA_COLUMNS if key not in plan.metrics)]
+    spreads = {
+        name: {key: spread([found.values.get(key) for found in by_seed.values()]) for key in columns}
+        for name, by_seed in figures.items()
+    }
+    best = {key: _best(key, spreads, figures) for key in columns}
+    lines = []
+    for name, by_seed in figures.items():
+        if not by_seed:
+            lines.append([name, *[rows[name][0].status] * len(columns), "0"])
+            continue
+        cells = [_cell(key, spreads[name][key], list(by_seed.values()), best[key]) for key in columns]
+        lines.append([name, *cells, _share(len(by_seed), len(plan.seeds))])
+    return _markdown(["Row", *(EXTRA_COLUMNS.get(key) or metric_name(key) for key in columns), "Seeds"], lines)
+
+
+def _cell(key: str, found: Spread, figures: Sequence[Figures], best: str | None) -> str:
+    if found.mean is None:
+        return NOT_DEFINED
+    shown = _shown(key, found.mean)
+    text = f"**{shown}**" if shown == best else shown
+    if key == BYTES:
+        down, up = (spread([run.bytes[way] for run in figures]).mean for way in (0, 1))
+        return text + f" ({data_size(down)} / {data_size(up)})"
+    text += f" ± {NOT_DEFINED if found.sd is None else _shown(key, found.sd, like=found.mean)}"
+    if found.count < len(figures):
+        text += f" (n = {found.count})"
+    names = {run.worst.get(key) for run in figures} - {None}
+    return text + (f" ({'label ' * (key == WORST_LABEL)}{names.pop()})" if len(names) == 1 else "")
+
+
+def _shown(key: str, value: float, *, like: float | None = None) -> str:
+    """A figure as people read it, with the decimals of another one that it stands beside."""
+    size = abs(value if like is None else like)
+    if key == BYTES:
+        return data_size(value)
+    if key in (SECONDS, ROUND_SECONDS):
+        return f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+    return f"{value:.3f}" if size >= 0.001 or size == 0 else f"{value:.3g}"
+
+
+def _best(
+    key: str, spreads: Mapping[str, Mapping[str, Spread]], figures: Mapping[str, Mapping[int, Figures]]
+) -> str | None:
+    """The best mean as it is shown, so that rows that look alike are marked alike; None where a figure has no side."""
+    choose: Callable[..., float]
+    if key in LOWER_IS_BETTER:
+        choose = min
+    elif key == WORST_SITE or HIGHER_IS_BETTER.match(key):
+        choose = max
+    else:
+        return None
+    most = max(map(len, figures.values()))
+    means = [
+        found[key].mean
+        for name, found in spreads.items()
+        if len(figures[name]) == most and found[key].count == most and found[key].mean is not None
+    ]
+    return _shown(key, choose(means)) if len({_shown(key, mean) for mean in means}) > 1 else None
+
+
+def _differences_table(plan: Plan, figures: Mapping[str, Mapping[int, Figures]]) -> str:
+    columns = [*plan.metrics, *(key for key in (WORST_SITE, WORST_LABEL) if key not in plan.metrics)]
+    base = figures[plan.rows[0].name]
+    lines = []
+    for row in plan.rows[1:]:
+        pairs = [(found.values, base[seed].values) for seed, found in figures[row.name].items() if seed in base]
+        cells = [_difference([(mine.get(key), first.get(key)) for mine, first in pairs]) for key in columns]
+        lines.append([row.name, *cells, _share(len(pairs), len(plan.seeds))])
+    titles = [EXTRA_COLUMNS.get(key) or metric_name(key) for key in columns]
+    return _markdown(["Row", *titles, "Seeds in common"], lines)
+
+
+def _difference(pairs: Iterable[tuple[float | None, float | None]]) -> str:
+    differences = [mine - first for mine, first in pairs if mine is not None and first is not None]
+    found, interval = spread(differences), t_interval(differences, CONFIDENCE)
+    if found.mean is None:
+        return NOT_DEFINED
+    if interval is None:
+        return f"{found.mean:+.3f} (interval {NOT_DEFINED})"
+    return f"{found.mean:+.3f} ({interval[0]:+.3f} to {interval[1]:+.3f})"
+
+
+def _share(count: int, wanted: int) -> str:
+    return str(count) if count == wanted else f"{count} of {wanted}"
+
+
+def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
