@@ -13,6 +13,8 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+from federation.settings import flatten
+
 RUNS_DIR, DATA_ROOT = "reporting.runs_dir", "data.root"
 PATHS = (DATA_ROOT, "data.cache_dir", "model.weights", "resume", RUNS_DIR)
 
@@ -22,19 +24,6 @@ RunConfig = dict[str, Value]
 
 class LaunchError(RuntimeError):
     """The run cannot be started as asked; the message says what to change."""
-
-
-def flatten(tables: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Nested tables as dotted keys, the form in which Flower hands a run config to the app.
-
-    >>> flatten({"data": {"root": "x"}, "seed": 7})
-    {'data.root': 'x', 'seed': 7}
-    """
-    flat: dict[str, object] = {}
-    for key, value in tables.items():
-        name = f"{prefix}{key}"
-        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return flat
 
 
 def read_toml(path: Path) -> dict[str, object]:
