@@ -9,6 +9,14 @@ import pytest
 from PIL import Image
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Plain loops that a site's training is compared with sum in the same order: the thread count changes the bits."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def tiny(tmp_path):
     """A run config that trains two rounds on the embedded mosaics in about a second."""
