@@ -68,7 +68,8 @@ class LogFollower:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self.wait(5)
+        if self.wait(5):
+            self.process.stdout.close()
 
     def _read(self) -> None:
         with self.copy.open("a", encoding="utf-8", errors="replace") as copy:
