@@ -17,7 +17,7 @@ from rich.table import Table
 import bench
 from bench.rows import HEADER, Row, markdown, spread, write_results
 
-SHARED = {"rows", "__main__"}
+SHARED = {"empty_app", "rows", "__main__"}
 
 
 def main(names: list[str]) -> int:
