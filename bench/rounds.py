@@ -34,7 +34,7 @@ def measure() -> list[Row]:
             config = run_config(folder, width)
             bare = bare_loop(Settings.from_run_config(config))
             ours = round_seconds(inprocess.run(config).run_dir)
-            ray, fixed = on_ray(config, folder)
+            ray, fixed = on_ray(config)
             target = "<= 1.2" if size == "0.1 M" else "<= 1.05"
             rows.append(Row(f"round in process, {size} parameters", "s", ours, "bare PyTorch loop", bare, target))
             target = "" if size == "0.1 M" else "<= 1.15"
@@ -106,7 +106,7 @@ def bare_loop(settings: Settings) -> list[float]:
     return seconds[1:]
 
 
-def on_ray(config: dict[str, object], folder: str) -> tuple[list[float], float]:
+def on_ray(config: dict[str, object]) -> tuple[list[float], float]:
     """Steady rounds on Ray, and the wall time of the whole command less its rounds."""
     run_config = {key: value for key, value in config.items() if isinstance(value, int | float | bool | str)}
     simulation = simulate.Simulation(simulate.ROOT, run_config, SITES)

@@ -94,7 +94,8 @@ def open_site(settings: Settings, node_config: Mapping[str, Any], folder: Path) 
         root, cache = str(node_config["data-root"]), Path(str(node_config["state-dir"])).expanduser() / "cache"
         data = _hospital_data(settings.data, root, str(node_config["site"]), str(cache))
     else:
-        data = _simulated_data(*_simulation_key(settings), _partition_id(node_config))
+        cache_dir = settings.data.cache_dir or str(Path(settings.reporting.runs_dir).expanduser() / ".cache")
+        data = _simulated_data(*_simulation_key(settings), cache_dir, _partition_id(node_config))
     return Site(data.name, data, folder)
 
 
@@ -133,10 +134,9 @@ def write_partition(settings: Settings, path: Path) -> None:
         _federation(*_simulation_key(settings))[1].write(path, seed=settings.seed)
 
 
-def _simulation_key(settings: Settings) -> tuple[DataArea, int, bool, str]:
-    cache = settings.data.cache_dir or str(Path(settings.reporting.runs_dir).expanduser() / ".cache")
+def _simulation_key(settings: Settings) -> tuple[DataArea, int, bool]:
     pooled = bool(getattr(registry.find(settings.method).strategy, "pools_training_data", False))
-    return settings.data, settings.seed, pooled, cache
+    return settings.data, settings.seed, pooled
 
 
 def _simulated_name(settings: Settings, node_config: Mapping[str, Any]) -> str:
@@ -148,7 +148,7 @@ def _simulated_name(settings: Settings, node_config: Mapping[str, Any]) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _federation(area: DataArea, seed: int, pooled: bool, cache: str) -> tuple[Manifest, Partition]:
+def _federation(area: DataArea, seed: int, pooled: bool) -> tuple[Manifest, Partition]:
     manifest = open_manifest(
         area.root,
         labels=names_in(area.labels) or None,
@@ -193,7 +193,7 @@ def _partition(manifest: Manifest, area: DataArea, rng: np.random.Generator) -> 
 
 @functools.lru_cache(maxsize=64)
 def _simulated_data(area: DataArea, seed: int, pooled: bool, cache: str, index: int) -> SiteData:
-    manifest, partition = _federation(area, seed, pooled, cache)
+    manifest, partition = _federation(area, seed, pooled)
     names = sorted(partition.sites)
     if index >= len(names):
         raise IdleNode(f"node {index} of a partition of {len(names)} sites")
