@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import io
+import json
 import warnings
 from collections.abc import Iterator
 from logging import Logger
@@ -50,7 +51,7 @@ def answer(message: Message, context: Context) -> Message:
         experiment = str(message.content[wire.CONFIG]["experiment"])
         if is_hospital(context.node_config):  # before the settings, so that wrong ones have a log to be told in
             folder = open_folder(None, context.node_config, experiment)
-        settings = Settings.from_run_config(context.run_config)
+        settings = _settings(json.dumps(dict(context.run_config)))
         folder = folder or open_folder(settings, context.node_config, experiment)
         with _private(site_logger(folder)):
             site = open_site(settings, context.node_config, folder)
@@ -60,6 +61,12 @@ def answer(message: Message, context: Context) -> Message:
     except Exception as error:
         content = _refusal(error, message, folder)
     return Message(content, reply_to=message)
+
+
+@functools.lru_cache(maxsize=4)
+def _settings(run_config: str) -> Settings:
+    """A run config is parsed once a process, not once a message; a text, since 1 and true would be one key."""
+    return Settings.from_run_config(json.loads(run_config))
 
 
 def _respond(message: Message, settings: Settings, site: Site) -> RecordDict:

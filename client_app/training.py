@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -81,13 +83,17 @@ def on_meta(labels: tuple[str, ...], settings: Settings, build: Build = network_
         return build(labels, settings)
 
 
+_blueprint = functools.lru_cache(maxsize=4)(on_meta)
+"""The network of a run that `received_network` copies: building its layers takes longer than a small site's step."""
+
+
 def received_network(site: Site, modules: Modules, job: Job, build: Build = network_for) -> Any:
     """The method's network with the weights of the received module ``model``, which is not written to.
 
     Built without drawing initial weights first: for ResNet-18 that would cost more than a small site's epoch. Raises
     WireError where it does not fit.
     """
-    network = on_meta(site.data.labels, job.settings, build)
+    network = copy.deepcopy(_blueprint(site.data.labels, job.settings, build))
     try:
         network.to_empty(device="cpu").load_state_dict(modules["model"], strict=True)
     except (KeyError, RuntimeError) as error:

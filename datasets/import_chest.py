@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -81,10 +82,15 @@ def _chexpert_part(
     paths = table.frame["Path"].str.replace(r"^CheXpert[^/]*/", "", regex=True)
     parts = paths.str.split("/")
     known = {"image": paths, "patient": parts.str[1], "study": parts.str[1:3].str.join("/"), "split": split}
-    cells = {"1": "1", "1.0": "1", "0": "0", "0.0": "0", "-1.0": policy["-1"], **policy}
-    marks = {LABEL_PREFIX + label: _recode(table, label, cells) for label in CHEXPERT_LABELS}
+    marks = chexpert_marks(table, policy)
     own = table.frame.drop(columns=["Path", *CHEXPERT_LABELS])
-    return pd.concat([pd.DataFrame({**known, "label_source": label_source}), own, pd.DataFrame(marks)], axis=1)
+    return pd.concat([pd.DataFrame({**known, "label_source": label_source}), own, marks], axis=1)
+
+
+def chexpert_marks(table: Table, policy: Mapping[str, str]) -> pd.DataFrame:
+    """The 14 label columns ``label:...`` of a CheXpert-labelled table; ``policy`` says what "-1" and "" become."""
+    cells = {"1": "1", "1.0": "1", "0": "0", "0.0": "0", "-1.0": policy["-1"], **policy}
+    return pd.DataFrame({LABEL_PREFIX + label: _recode(table, label, cells) for label in CHEXPERT_LABELS})
 
 
 def _recode(table: Table, column: str, cells: dict[str, str]) -> pd.Series:
@@ -115,7 +121,7 @@ def import_nih(src: Path) -> Imported:
         LABEL_PREFIX + label: np.asarray([str(int(label in findings)) for findings in found], dtype=object)[codes]
         for label in NIH_LABELS
     }
-    below = _files_by_name(src, ".png")
+    below = files_by_name(src, ".png")
     # An image that is not there keeps its plain name, and is refused or skipped with all other missing ones.
     known = {"image": [below.get(name, name) for name in frame["Image Index"]], "patient": frame["Patient ID"]}
     if source.has("train_val_list.txt") or source.has("test_list.txt"):
@@ -143,7 +149,7 @@ def _nih_splits(source: FolderSource, table: Table) -> np.ndarray:
     return np.where(table.frame["Image Index"].isin(test).to_numpy(), "test", divided)
 
 
-def _files_by_name(folder: Path, suffix: str) -> dict[str, str]:
+def files_by_name(folder: Path, suffix: str) -> dict[str, str]:
     """Relative path of every file with the suffix below a folder, by its bare name; links are not followed."""
     found: dict[str, str] = {}
     for parent, _, files in os.walk(folder):

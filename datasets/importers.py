@@ -1,4 +1,6 @@
-"""Published folders as manifests: CheXpert, NIH ChestX-ray14, VOC, COCO and MedMNIST, without copying an image.
+"""Published folders as manifests, without copying an image.
+
+CheXpert, NIH ChestX-ray14, MIMIC-CXR, Open-I, VOC, COCO and MedMNIST:
 
     python -m datasets.importers chexpert SRC DEST --uncertain unknown
 
@@ -25,7 +27,9 @@ import pandas as pd
 
 from datasets.import_chest import POLICY_CELLS, import_chexpert, import_nih
 from datasets.import_objects import import_coco, import_voc
+from datasets.import_reports import import_mimic, import_openi
 from datasets.imported import Imported
+from datasets.indiana import SECTIONS
 from datasets.labels import CLASS_COLUMN, LABEL_PREFIX
 from datasets.manifest import assemble
 from datasets.medmnist import medmnist_table, name_by_position
@@ -75,9 +79,9 @@ def write_manifest(
         arrays = prefix + imported.arrays
     else:
         arrays = ""
-        frame = frame.assign(image=prefix + frame["image"])
+        frame = frame.assign(image=(prefix + frame["image"]).where(frame["image"] != "", ""))
         if missing == "skip":
-            frame = frame[[source.has(path) for path in frame["image"]]].reset_index(drop=True)
+            frame = frame[[not path or source.has(path) for path in frame["image"]]].reset_index(drop=True)
     sidecar = Sidecar(
         labels=imported.labels,
         task=imported.task,
@@ -112,16 +116,20 @@ def _replace(path: Path, text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m datasets.importers", description=__doc__.partition("\n")[0])
     kinds = parser.add_subparsers(dest="kind", required=True)
-    for kind in ("chexpert", "nih", "voc", "coco", "medmnist"):
+    for kind in ("chexpert", "nih", "mimic", "openi", "voc", "coco", "medmnist"):
         one = kinds.add_parser(kind)
         one.add_argument("src", type=Path, help="the published folder, or the .npz")
         one.add_argument("dest", type=Path, nargs="?", help="where the manifest goes (default: beside the images)")
         one.add_argument("--site", default="", help="name of the hospital, for every row")
         one.add_argument("--missing", choices=("refuse", "skip"), default="refuse", help="rows without an image file")
         one.add_argument("--overwrite", action="store_true")
-        if kind == "chexpert":
+        if kind in ("chexpert", "mimic"):
             one.add_argument("--uncertain", choices=tuple(POLICY_CELLS), default="unknown", help="what -1 becomes")
             one.add_argument("--blank", choices=tuple(POLICY_CELLS), default="unknown", help="what blank becomes")
+        if kind in ("mimic", "openi"):
+            one.add_argument(
+                "--section", choices=SECTIONS, default="indication", help="the part of a report that is kept"
+            )
         if kind == "medmnist":
             one.add_argument("--labels", nargs="+", help="class names in the order of their numbers")
     return parser
@@ -134,6 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     importers: dict[str, Callable[[], Imported]] = {
         "chexpert": lambda: import_chexpert(src, uncertain=options.uncertain, blank=options.blank),
         "nih": lambda: import_nih(src),
+        "mimic": lambda: import_mimic(src, section=options.section, uncertain=options.uncertain, blank=options.blank),
+        "openi": lambda: import_openi(src, section=options.section),
         "voc": lambda: import_voc(src),
         "coco": lambda: import_coco(src),
         "medmnist": lambda: import_medmnist(src, labels=options.labels),
@@ -154,7 +164,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     splits = " ".join(f"{split}={count}" for split, count in manifest.table["split"].value_counts().items())
-    print(f"wrote {options.dest or folder}/manifest.csv samples={len(manifest)} labels={len(manifest.labels)} {splits}")
+    reports = int((manifest.table["report"].str.strip() != "").sum())
+    print(
+        f"wrote {options.dest or folder}/manifest.csv samples={len(manifest)} reports={reports} "
+        f"labels={len(manifest.labels)} {splits}"
+    )
     return 0
 
 

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
+from datasets.balanced import dirichlet_balanced as dirichlet_balanced
 from datasets.records import ABSENT, PRESENT, SPLITS, DataError
 from datasets.site import class_counts
 

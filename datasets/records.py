@@ -14,6 +14,9 @@ SPLITS = ("train", "val", "test")
 
 PRESENT, ABSENT, UNKNOWN = 1, 0, -1
 
+IMAGE, REPORT = 0, 1  # columns of a presence mask (n, 2)
+LABEL_SOURCES = ("reviewed", "auto", "unknown")
+
 
 class DataError(ValueError):
     """Data that cannot be used; the message names the file, the row and the fix. It stays at the site."""
@@ -57,11 +60,26 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Split:
-    """Samples of one split at one site: ``images (n, H, W, ch) uint8``, ``targets (n, C) int8`` (1, 0, -1)."""
+    """Samples of one split at one site: ``images (n, H, W, ch) uint8``, ``targets (n, C) int8`` (1, 0, -1).
+
+    ``datasets.site.load_site`` fills the further arrays, each of n entries; None in a split made by hand.
+    ``present (n, 2) bool``: has an image, has a report. A sample without an image has zero pixels, one without a
+    report the text "". ``sources (n,) str``: where its labels come from, one of `LABEL_SOURCES`.
+    ``studies`` and ``patients`` ``(n,) int64``: equal numbers are one study, one patient, at this site and across its
+    splits. The identifiers themselves stay in the manifest.
+    ``dropped`` samples were left out since they have nothing to learn from, ``unreadable`` have an image that cannot
+    be decoded.
+    """
 
     images: np.ndarray
     targets: np.ndarray
     reports: tuple[str, ...] = ()
+    present: np.ndarray | None = None
+    sources: np.ndarray | None = None
+    studies: np.ndarray | None = None
+    patients: np.ndarray | None = None
+    dropped: int = 0
+    unreadable: int = 0
 
     def __len__(self) -> int:
         return len(self.targets)

@@ -1,19 +1,36 @@
-"""One site's data in memory: the decoded pixels, targets and reports of its rows.
+"""One site's data in memory: the decoded pixels, targets and reports of its rows, and which of them each row has.
 
-Legal and common in hospitals: an empty split or site, one sample, a class nobody has, labels all unknown.
+Legal and common in hospitals: an empty split or site, one sample, a class nobody has, labels all unknown, images
+without reports and reports without images (the project's incongruent specification, sections 2 and 9).
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from datasets.cache import load_pixels
-from datasets.records import ABSENT, PRESENT, SPLITS, UNKNOWN, DataError, Manifest, SiteData, Split
+from datasets.records import (
+    ABSENT,
+    IMAGE,
+    PRESENT,
+    REPORT,
+    SPLITS,
+    UNKNOWN,
+    DataError,
+    Manifest,
+    SiteData,
+    Split,
+)
+
+AUTOMATIC = frozenset({"auto", "automatic", "automated", "labeler", "labeller", "mined", "mining", "nlp"})
+REVIEWED = frozenset({"reviewed", "curated", "manual", "expert", "experts", "radiologist", "radiologists"})
 
 
 class ClassCounts(NamedTuple):
@@ -29,6 +46,31 @@ def class_counts(targets: np.ndarray) -> ClassCounts:
     return ClassCounts(*((targets == value).sum(axis=0, dtype=np.int64) for value in (PRESENT, ABSENT, UNKNOWN)))
 
 
+def present_modalities(manifest: Manifest) -> np.ndarray:
+    """Which rows have an image and which a report, ``(n, 2) bool``, without opening a file.
+
+    A report of nothing but white space is none. A table without the column ``image`` has an image in every row.
+    """
+    table = manifest.table
+    has_image = table["image"].ne("") if "image" in table.columns else np.ones(len(table), dtype=bool)
+    return np.column_stack([np.asarray(has_image), table["report"].str.strip().ne("").to_numpy()]).astype(bool)
+
+
+def label_sources(cells: pd.Series) -> np.ndarray:
+    """Where labels come from, ``(n,) str`` out of `LABEL_SOURCES`, read from the words of the column ``label_source``.
+
+    Choice: ``chexpert-labeler`` and ``nih-text-mining`` are auto, ``radiologists`` is reviewed; where words of both
+    kinds stand, the less trusted one counts; anything else is unknown.
+
+    >>> label_sources(pd.Series(["radiologists", "nih-text-mining", ""])).tolist()
+    ['reviewed', 'auto', 'unknown']
+    """
+    codes, values = pd.factorize(cells)
+    words = [set(re.findall(r"[a-z]+", str(value).lower())) for value in values]
+    read = ["auto" if found & AUTOMATIC else "reviewed" if found & REVIEWED else "unknown" for found in words]
+    return np.array(read, dtype="U8")[codes]
+
+
 def load_site(
     manifest: Manifest,
     rows_by_split: Mapping[str, np.ndarray],
@@ -37,23 +79,108 @@ def load_site(
     size: int,
     channels: int,
     cache_dir: Path | None,
+    present: np.ndarray | None = None,
+    reads_reports: bool = False,
 ) -> SiteData:
     """The rows of one site, decoded at ``size`` x ``size`` with ``channels`` (1 or 3), through the pixel cache.
 
     ``rows_by_split`` holds row numbers of ``manifest`` per split; a missing split is an empty one. A report stands
     at its sample's position in ``Split.reports``; a site without any report text has none there.
-    The checksum covers the manifest, the rows, and the site's targets (a simulation may hide labels at a site).
-    Raises DataError for unknown splits, rows out of range and rows used twice.
+    ``present (len(manifest), 2) bool`` says which rows have an image and which a report, as a simulation wants it;
+    None: what `present_modalities` finds. The file of an absent image is never opened.
+
+    ``reads_reports`` is for methods that learn from reports too: samples with a report only stay, and an image that
+    cannot be decoded is an absent one. Otherwise only samples with an image stay, and such an image is an error. What
+    does not stay is counted in ``Split.dropped``.
+
+    The checksum covers the manifest, the rows that stay, and the site's targets (a simulation may hide labels at a
+    site). Raises DataError for unknown splits, rows out of range and rows used twice.
     """
     rows = _checked_rows(manifest, rows_by_split, name)
-    reports = manifest.table["report"].to_numpy()
-    has_reports = any(reports[row] for part in rows.values() for row in part)
-    splits = {}
+    present = present_modalities(manifest) if present is None else present
+    if present.shape != (len(manifest), 2) or present.dtype != bool:
+        raise DataError(
+            f"site {name!r}: the presence mask is {present.dtype} {present.shape}, the manifest needs a bool mask "
+            f"({len(manifest)}, 2)"
+        )
+    kept, masks, pixels, unreadable = {}, {}, {}, {}
     for split, part in rows.items():
-        pixels = load_pixels(manifest, part, size=size, channels=channels, cache_dir=cache_dir)
-        texts = tuple(str(reports[row]) for row in part) if has_reports else ()
-        splits[split] = Split(pixels, manifest.targets[part], texts)
-    return SiteData(name, manifest.labels, manifest.task, splits, _checksum(manifest, rows))
+        mask = present[part]
+        images, is_read = _decode(manifest, part[mask[:, IMAGE]], size, channels, cache_dir, tolerant=reads_reports)
+        mask[mask[:, IMAGE], IMAGE] = is_read
+        stays = mask.any(axis=1) if reads_reports else mask[:, IMAGE]
+        kept[split], masks[split] = part[stays], mask[stays]
+        pixels[split], unreadable[split] = _in_place(images, mask[stays, IMAGE]), int((~is_read).sum())
+
+    together, ends = np.concatenate(list(kept.values())), np.cumsum([len(part) for part in kept.values()])[:-1]
+    reports = manifest.table["report"].to_numpy()
+    has_reports = any(mask[:, REPORT].any() for mask in masks.values())
+    columns = (label_sources(manifest.table["label_source"].iloc[together]), *_groups(manifest.table.iloc[together]))
+    splits = {}
+    for (split, part), *arrays in zip(kept.items(), *(np.split(column, ends) for column in columns), strict=True):
+        texts = [str(reports[row]) if told else "" for row, told in zip(part, masks[split][:, REPORT], strict=True)]
+        splits[split] = Split(
+            pixels[split],
+            manifest.targets[part],
+            tuple(texts) if has_reports else (),
+            masks[split],
+            *arrays,
+            dropped=len(rows[split]) - len(part),
+            unreadable=unreadable[split],
+        )
+    return SiteData(name, manifest.labels, manifest.task, splits, _checksum(manifest, kept))
+
+
+def _decode(
+    manifest: Manifest, rows: np.ndarray, size: int, channels: int, cache_dir: Path | None, *, tolerant: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pixels ``(m, size, size, channels)`` of the rows that can be decoded, and which those are, ``(n,) bool``.
+
+    Choice: only after a failure is each image tried by itself, so that sound data is decoded once and then cached.
+    """
+    is_read = np.ones(len(rows), dtype=bool)
+    try:
+        return load_pixels(manifest, rows, size=size, channels=channels, cache_dir=cache_dir), is_read
+    except DataError:
+        is_read[:] = [not tolerant or _is_readable(manifest, row) for row in rows]
+        if is_read.all():
+            raise
+    return load_pixels(manifest, rows[is_read], size=size, channels=channels, cache_dir=cache_dir), is_read
+
+
+def _is_readable(manifest: Manifest, row: int) -> bool:
+    try:
+        manifest.images.read(int(row))
+    except DataError:
+        return False
+    return True
+
+
+def _in_place(pixels: np.ndarray, has_image: np.ndarray) -> np.ndarray:
+    """``pixels (m, ...)`` at the m samples that have an image, zeros at the others: ``(n, ...)``, read-only."""
+    if has_image.all():
+        return pixels
+    shape = (len(has_image), *pixels.shape[1:])
+    if not has_image.any():
+        return np.broadcast_to(np.uint8(0), shape)  # takes no memory
+    placed = np.zeros(shape, dtype=np.uint8)
+    placed[has_image] = pixels
+    placed.flags.writeable = False
+    return placed
+
+
+def _groups(table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the studies and of the patients of ``table``'s rows, each ``(n,) int64``, by first appearance.
+
+    Choice: a blank patient is a patient of one line of the source. A blank study is, within its patient, all rows with
+    the same report (one report, many films), and without a report the images of one line.
+    """
+    line = table["site"] + "\x1f" + table["line"].astype(str)
+    patient = ("p" + table["patient"]).where(table["patient"].ne(""), "l" + line)
+    told = ("r" + table["report"]).where(table["report"].str.strip().ne(""), "l" + line)
+    study = patient + "\x1f" + ("s" + table["study"]).where(table["study"].ne(""), told)
+    studies, patients = (pd.factorize(column)[0].astype(np.int64) for column in (study, patient))
+    return studies, patients
 
 
 def _checked_rows(manifest: Manifest, rows_by_split: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from federation.blocks import four_blocks as four_blocks  # a metric too, found under this name
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -283,6 +285,21 @@ class ScoreHistogram:
         distance = np.where(best, np.abs(self.edges - 0.5), np.inf)
         defined = (positives > 0) & (negatives > 0)
         return np.where(defined[:, 0], self.edges[distance.argmin(1)], 0.5)
+
+    def recall_thresholds(self, target: ArrayLike = 0.95) -> Floats:
+        """The largest bin edge above which at least `target` of the positives lie, per class, (C,) float64.
+
+        For classes that must not be missed; fit it on validation histograms only. `target` is a scalar or (C,) in
+        [0, 1], else ValueError. Choice: where even the lowest edge misses the target it is the lowest edge; a class
+        without positives keeps 0.5, as in `best_thresholds`.
+        """
+        wanted = np.broadcast_to(np.asarray(target, np.float64), (self.num_classes,))
+        if not ((wanted >= 0) & (wanted <= 1)).all():
+            raise ValueError(f"recall targets must be in [0, 1], got {wanted.tolist()}")
+        positives = self.positives.sum(1)
+        recall = ratio(positives[:, None] - self.positives.cumsum(1)[:, :-1], positives[:, None])
+        reached = (recall >= wanted[:, None]).sum(1)  # recall falls from edge to edge, so these are the lowest ones
+        return np.where(positives > 0, self.edges[np.maximum(reached, 1) - 1], 0.5)
 
     def _arrays(self) -> dict[str, Ints]:
         return {name: getattr(self, name) for name in self.shapes(1)}

@@ -43,7 +43,16 @@ def scope(seed: int, purpose: str, server_round: int = 0, site: str = "") -> Ite
 
     For draws that take no generator argument: parameter initialisation and dropout.
     """
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(derive(seed, purpose, server_round, site))
+    number = derive(seed, purpose, server_round, site)
+    if torch.cuda.is_available():
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(number)
+            yield
+        return
+    # Without a GPU only the CPU's generator counts, and torch.manual_seed would note a traceback for each absent kind.
+    state = torch.get_rng_state()
+    try:
+        torch.default_generator.manual_seed(number)
         yield
+    finally:
+        torch.set_rng_state(state)

@@ -210,18 +210,27 @@ def tensors(arrays: Mapping[str, np.ndarray], *, copy: bool = True) -> dict[str,
         return {name: torch.from_numpy(value.copy() if copy else value) for name, value in arrays.items()}
 
 
+def array_records(content: RecordDict) -> dict[str, ArrayRecord]:
+    """The records of a message that hold arrays.
+
+    Not Flower's property of that name: it ties the message into a reference cycle, which keeps a model's worth of
+    bytes until the next collection.
+    """
+    return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
+
+
 def modules_of(content: RecordDict) -> dict[str, dict[str, torch.Tensor]]:
     """The modules in a message, as writable tensors by module name."""
     return {
         name.removeprefix(MODULE): tensors(decode(record))
-        for name, record in content.array_records.items()
+        for name, record in array_records(content).items()
         if name.startswith(MODULE)
     }
 
 
 def size_bytes(content: RecordDict) -> int:
     """Bytes of array payload in a message."""
-    return sum(len(array.data) for record in content.array_records.values() for array in record.values())
+    return sum(len(array.data) for record in array_records(content).values() for array in record.values())
 
 
 def digest_parts(content: RecordDict) -> Iterator[bytes]:

@@ -7,7 +7,8 @@ the order of `StreamingMean.add`; the round protocol calls it in the order of si
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -50,8 +51,18 @@ class StreamingMean:
     def add(self, site: str, arrays: Arrays, weight: float) -> None:
         """Folds in one site's tensors; they are read, never kept or written to.
 
-        Raises ValueError for a weight that is not positive and finite, for a site that was added before, and for a
-        tensor whose shape or dtype differs from an earlier site's; nothing is folded in then.
+        Raises ValueError as `check` does; nothing is folded in then.
+        """
+        self.check(site, arrays, weight)
+        self._sites.add(site)
+        for name, value in wire.tensors(arrays, copy=False).items():
+            self._fold(name, value, arrays[name].dtype, float(weight))
+
+    def check(self, site: str, arrays: Arrays, weight: float) -> None:
+        """Raises ValueError where `add` would refuse; changes nothing.
+
+        That is a weight that is not positive and finite, a site that was added before, and a tensor whose shape or
+        dtype differs from an earlier site's.
         """
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"weight of {site!r} is {weight}, expected a positive finite number")
@@ -63,9 +74,6 @@ class StreamingMean:
                     f"{name!r} of {site!r} is {value.dtype}{list(value.shape)}, "
                     f"expected {self._dtypes[name]}{list(self._mean[name].shape)} as from the sites before"
                 )
-        self._sites.add(site)
-        for name, value in wire.tensors(arrays, copy=False).items():
-            self._fold(name, value, arrays[name].dtype, float(weight))
 
     def _fold(self, name: str, value: torch.Tensor, dtype: np.dtype, weight: float) -> None:
         total = self._weights.get(name, 0.0) + weight
@@ -85,6 +93,112 @@ class StreamingMean:
         if not self._sites:
             raise ValueError("no site was added, so there is no mean; keep the state there was")
         return {name: mean.numpy().astype(self._dtypes[name], copy=False) for name, mean in self._mean.items()}
+
+
+class TensorCoverage(TypedDict):
+    """What one tensor's mean rests on: how many updates, from which sites (in the order added), of which weight."""
+
+    updates: int
+    sites: list[str]
+    weight: float
+
+
+class ModularMean:
+    """Masked means: each tensor of each module over the sites that trained and sent it, by the module's own count.
+
+    A hospital without reports sends no text encoder and must not dilute it, so a module's denominator holds only its
+    senders: one `StreamingMean` a module. Source: the project's incongruent specification, sections 5.4 and 5.5.
+
+    ``modules``: module -> names of its tensors, where others are to be refused; None takes what comes. Add sites in
+    the order of their names, as with `StreamingMean`: that order is the order of the sum.
+
+    >>> mean = ModularMean()
+    >>> mean.add("a", {"vision": {"w": np.float32([1.0])}, "text": {"t": np.float32([8.0])}}, {"vision": 1, "text": 5})
+    >>> mean.add("b", {"vision": {"w": np.float32([4.0])}}, {"vision": 3})
+    >>> mean.result()
+    {'text': {'t': array([8.], dtype=float32)}, 'vision': {'w': array([3.25], dtype=float32)}}
+    """
+
+    def __init__(self, modules: Mapping[str, Iterable[str]] | None = None) -> None:
+        self._declared = None if modules is None else {module: frozenset(names) for module, names in modules.items()}
+        self._means: dict[str, StreamingMean] = {}
+        self._senders: dict[str, dict[str, list[str]]] = {}
+        self._sites: set[str] = set()
+
+    @property
+    def sites(self) -> frozenset[str]:
+        """Sites added so far, whether or not any of their modules counted."""
+        return frozenset(self._sites)
+
+    def add(
+        self,
+        site: str,
+        modules: Mapping[str, Arrays],
+        counts: Mapping[str, float],
+        *,
+        trust: float = 1.0,
+        zeta: float = 1.0,
+    ) -> None:
+        """Folds in one site's modules with weights ``counts[module] * trust**zeta``.
+
+        ``counts``: the samples behind each module that is sent, also of modules that are not. A module of weight 0 (no
+        samples, or no trust) is ignored. ``trust``: confidence in the site's labels, in [0, 1].
+
+        Raises ValueError for a site that was added before, a module or tensor that is not declared, a missing,
+        negative or infinite count, a trust outside [0, 1], a negative ``zeta``, and a tensor whose shape or dtype
+        differs from an earlier site's; nothing of the site is folded in then.
+        """
+        if site in self._sites:
+            raise ValueError(f"site {site!r} was added before; a site counts once")
+        if not 0 <= trust <= 1:
+            raise ValueError(f"trust of {site!r} is {trust}, expected 0 to 1")
+        if not (math.isfinite(zeta) and zeta >= 0):
+            raise ValueError(f"zeta is {zeta}, expected a finite number from 0")
+        weights = {}
+        for module in sorted(modules):
+            self._check_declared(site, module, modules[module])
+            count = counts.get(module)
+            if count is None or not (math.isfinite(count) and count >= 0):
+                raise ValueError(f"count of {site!r} for module {module!r} is {count}, expected a finite number from 0")
+            weight = float(count) * trust**zeta
+            if weight > 0 and modules[module]:
+                self._means.get(module, StreamingMean()).check(site, modules[module], weight)
+                weights[module] = weight
+        self._sites.add(site)
+        for module, weight in weights.items():
+            self._means.setdefault(module, StreamingMean()).add(site, modules[module], weight)
+            senders = self._senders.setdefault(module, {})
+            for name in modules[module]:
+                senders.setdefault(name, []).append(site)
+
+    def _check_declared(self, site: str, module: str, arrays: Arrays) -> None:
+        if self._declared is None:
+            return
+        if module not in self._declared:
+            raise ValueError(f"{site!r} sent module {module!r}, expected one of {sorted(self._declared)}")
+        if unknown := sorted(set(arrays) - self._declared[module]):
+            raise ValueError(f"{site!r} sent {unknown[:3]} in module {module!r}, which has no such tensors")
+
+    def result(self) -> dict[str, dict[str, np.ndarray]]:
+        """The mean of every tensor that some site sent, by module; what nobody sent is absent and stays as it was."""
+        return {module: self._means[module].result() for module in sorted(self._means)}
+
+    def coverage(self) -> dict[str, dict[str, TensorCoverage]]:
+        """Who is behind the mean of each tensor, by module and name, as plain values for JSON."""
+        weights = {module: mean.weights for module, mean in self._means.items()}
+        return {
+            module: {
+                name: TensorCoverage(updates=len(sites), sites=list(sites), weight=weights[module][name])
+                for name, sites in sorted(self._senders[module].items())
+            }
+            for module in sorted(self._means)
+        }
+
+    def uncovered(self, expected: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+        """Tensors among ``expected`` (module -> names) that nobody updated; empty where all were."""
+        sent = {module: set(senders) for module, senders in self._senders.items()}
+        missing = {module: sorted(set(expected[module]) - sent.get(module, set())) for module in sorted(expected)}
+        return {module: names for module, names in missing.items() if names}
 
 
 def capped_weights(counts: Mapping[str, float], max_share: float) -> dict[str, float]:

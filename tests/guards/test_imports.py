@@ -11,9 +11,12 @@ import pytest
 from tests.guards.sources import ROOMS, ROOT, calls, dotted, files_of, imports, place, tree_of
 
 MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
-    "federation": (set(), {"torch", "numpy", "flwr", "pydantic", "safetensors"}),
+    "federation": (set(), {"torch", "numpy", "flwr", "pydantic", "safetensors", "cryptography"}),
     "models": (set(), {"torch", "torchvision", "timm", "open_clip", "transformers", "ot", "numpy", "safetensors"}),
-    "datasets": (set(), {"torch", "PIL", "pandas", "pyarrow", "numpy", "sklearn", "pydicom"}),
+    "datasets": (
+        {"federation"},
+        {"torch", "PIL", "pandas", "pyarrow", "numpy", "sklearn", "pydicom", "jinja2", "markupsafe"},
+    ),
     "strategies": ({"federation", "models"}, {"flwr", "torch", "numpy", "pydantic"}),
     "client_app": ({"federation", "models", "datasets"}, {"flwr", "torch", "numpy", "safetensors"}),
     "server_app": (
@@ -23,7 +26,8 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "deploy": ({"federation", "datasets"}, set()),
 }
 """Room -> other rooms, packages from elsewhere. Beyond the table of architecture.md: safetensors where weights are
-read or written, numpy everywhere, and what the embedded digits, DICOM and the report are made with."""
+read or written, numpy everywhere, and what the embedded digits, DICOM and the report are made with. The data room takes
+atomic files and seeded generators from `federation`; the secure sum is made with cryptography."""
 
 METHODS = sorted(
     path.stem
