@@ -1,4 +1,4 @@
-"""The ClientApp: three actions, each answered by `client_app.handler`.
+"""The ClientApp: four actions, each answered by `client_app.handler`.
 
 Everything heavy is imported inside the handler, so that a failure there becomes a neutral code, and so that a deployed
 site, which starts a process for every message, pays only for what the message needs.
@@ -15,6 +15,12 @@ app = ClientApp()
 @app.query("profile")
 def profile(message: Message, context: Context) -> Message:
     """The site card."""
+    return _answer(message, context)
+
+
+@app.query("ask")
+def ask(message: Message, context: Context) -> Message:
+    """The answer to a question of the method's own."""
     return _answer(message, context)
 
 

@@ -26,7 +26,7 @@ from client_app.device import computing
 from client_app.egress import EgressError, Ledger, release
 from client_app.site import IdleNode, Site, is_hospital, open_folder, open_site, site_logger, write_partition
 from client_app.training import Diverged, Job
-from datasets.records import DataError
+from datasets.records import IMAGE, REPORT, DataError, SiteData
 from datasets.site import class_counts
 from federation import registry, wire
 from federation.settings import Settings, SettingsError
@@ -74,13 +74,15 @@ def _respond(message: Message, settings: Settings, site: Site) -> RecordDict:
     half = importlib.import_module(registry.find(settings.method).site)
     server_round = int(message.content[wire.CONFIG]["server_round"])
     if action == wire.PROFILE:
-        content, payload = profile(site, settings, half), wire.profile_payload()
+        content = profile(site, settings, half)
+        payload = wire.profile_payload(getattr(half, "PROFILE_EXTRA", None))
     else:
         with computing(settings.training) as (device, precision):
             config = dict(message.content[wire.CONFIG])
             last_accepted = int(config["last_accepted"])
             job = Job(settings, server_round, last_accepted, config, device, precision)
-            content, payload = work(action, wire.modules_of(message.content), site, job, half)
+            do = answer_question if action == wire.ASK else work
+            content, payload = do(action, wire.modules_of(message.content), site, job, half)
     site_logger(site.folder).info("round=%s action=%s bytes=%s", server_round, action, wire.size_bytes(content))
     return release(content, payload, Ledger(site.folder / "egress.jsonl"), server_round=server_round, action=action)
 
@@ -100,7 +102,7 @@ def profile(site: Site, settings: Settings, half: ModuleType) -> RecordDict:
         "labels": list(data.labels),
         "task": data.task,
         "schema": schema(data.labels, data.task, settings, half),
-        "modalities": ["image", "report"] if any(split.reports for split in data.splits.values()) else ["image"],
+        "modalities": modalities(data),
         "data_sha256": data.checksum,
     }
     numbers = {
@@ -110,7 +112,28 @@ def profile(site: Site, settings: Settings, half: ModuleType) -> RecordDict:
         "positives": visible(counts.positives),
         "negatives": visible(counts.negatives),
     }
-    return RecordDict({wire.CARD: ConfigRecord(card), wire.METRICS: MetricRecord(numbers)})
+    content = RecordDict({wire.CARD: ConfigRecord(card), wire.METRICS: MetricRecord(numbers)})
+    if hasattr(half, "profile"):
+        content[wire.EXTRA] = MetricRecord(half.profile(site, settings))
+    return content
+
+
+def modalities(data: SiteData) -> list[str]:
+    """What the training samples of a site have: ``image``, ``report``, or both."""
+    train = data.splits["train"]
+    if train.present is None:
+        return ["image", "report"] if train.reports else ["image"]
+    found = train.present.any(axis=0)
+    return [name for name, there in (("image", found[IMAGE]), ("report", found[REPORT])) if there] or ["image"]
+
+
+def answer_question(
+    action: str, modules: training.Modules, site: Site, job: Job, half: ModuleType
+) -> tuple[RecordDict, wire.Payload]:
+    """A site half's answer to its strategy's own question: numbers, and nothing that is not declared."""
+    content = RecordDict({wire.METRICS: MetricRecord({"server_round": job.server_round})})
+    content[wire.EXTRA] = MetricRecord(half.answer(site, modules, job))
+    return content, wire.answer_payload(half.ANSWER_NUMBERS)
 
 
 def work(
@@ -122,13 +145,16 @@ def work(
     if split:
         build = getattr(half, "build", training.network_for)
         evaluate = getattr(half, "evaluate", functools.partial(evaluation.evaluate, build=build))
-        scores = evaluate(site, {name: dict(state) for name, state in modules.items()}, job, split)
-        content[wire.SCORES + split] = wire.encode(scores.arrays)
-        content[f"loss.{split}"] = MetricRecord({"num_examples": scores.num_examples, "loss_sum": scores.loss_sum})
-        if scores.extra:
-            content[f"{wire.EXTRA}.{split}"] = MetricRecord(dict(scores.extra))
+        found = evaluate(site, {name: dict(state) for name, state in modules.items()}, job, split)
+        by_view = {"": found} if isinstance(found, evaluation.Scores) else found
+        for view, scores in by_view.items():
+            name = wire.view_of(split, view)
+            content[wire.SCORES + name] = wire.encode(scores.arrays)
+            content[f"loss.{name}"] = MetricRecord({"num_examples": scores.num_examples, "loss_sum": scores.loss_sum})
+            if scores.extra:
+                content[f"{wire.EXTRA}.{name}"] = MetricRecord(dict(scores.extra))
     declared = wire.evaluation_payload(
-        [split] if split else [],
+        wire.views_of(split, getattr(half, "VIEWS", ())),
         len(site.data.labels),
         job.settings.evaluation.bins,
         site.data.task,
@@ -136,8 +162,8 @@ def work(
     )
     if action == wire.EVALUATE:
         return content, declared
-    trained = {name: wire.spec_of(modules[name]) for name in getattr(half, "TRAINED", tuple(modules))}
-    declared = wire.train_payload(trained, declared, getattr(half, "TRAIN_EXTRA", None))
+    specs = getattr(half, "update_specs", _trained_specs)(modules, site, job)
+    declared = wire.train_payload(specs, declared, getattr(half, "TRAIN_EXTRA", None))
     update = half.train(site, modules, job)
     content[wire.METRICS] = MetricRecord(
         {
@@ -152,6 +178,11 @@ def work(
     for name, change in update.modules.items():
         content[wire.MODULE + name] = wire.encode(change)
     return content, declared
+
+
+def _trained_specs(modules: training.Modules, site: Site, job: Job) -> dict[str, dict[str, wire.TensorSpec]]:
+    """What most methods send back: the change of every module they got."""
+    return {name: wire.spec_of(state) for name, state in modules.items()}
 
 
 def schema(labels: tuple[str, ...], task: str, settings: Settings, half: ModuleType) -> str:

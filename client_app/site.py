@@ -11,7 +11,7 @@ import functools
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from datasets.catalogue import open_manifest
+from datasets.incongruence import Incongruence, apply_incongruence, parse_incongruence
 from datasets.partition import Partition, beta_gamma, by_site, dirichlet, hide_labels, iid, long_tail, pooled_train
 from datasets.records import DataError, Manifest, SiteData
 from datasets.site import load_site
@@ -92,10 +93,11 @@ def open_site(settings: Settings, node_config: Mapping[str, Any], folder: Path) 
     """The site's data, from the process's cache where it was opened before. Raises DataError and IdleNode."""
     if is_hospital(node_config):
         root, cache = str(node_config["data-root"]), Path(str(node_config["state-dir"])).expanduser() / "cache"
-        data = _hospital_data(settings.data, root, str(node_config["site"]), str(cache))
+        data = _hospital_data(settings.data, root, str(node_config["site"]), str(cache), _reads_reports(settings))
     else:
         cache_dir = settings.data.cache_dir or str(Path(settings.reporting.runs_dir).expanduser() / ".cache")
-        data = _simulated_data(*_simulation_key(settings), cache_dir, _partition_id(node_config))
+        reads = _reads_reports(settings)
+        data = _simulated_data(*_simulation_key(settings), cache_dir, reads, _partition_id(node_config))
     return Site(data.name, data, folder)
 
 
@@ -113,11 +115,23 @@ def _partition_id(node_config: Mapping[str, Any]) -> int:
     return int(node_config["partition-id"])
 
 
+def _reads_reports(settings: Settings) -> bool:
+    return bool(getattr(registry.find(settings.method).strategy, "reads_reports", False))
+
+
 @functools.lru_cache(maxsize=4)
-def _hospital_data(area: DataArea, root: str, name: str, cache: str) -> SiteData:
+def _hospital_data(area: DataArea, root: str, name: str, cache: str, reads_reports: bool) -> SiteData:
     manifest = open_manifest(root, labels=names_in(area.labels) or None)
     rows = {split: np.flatnonzero(manifest.table["split"].to_numpy() == split) for split in ("train", "val", "test")}
-    return load_site(manifest, rows, name=name, size=area.image_size, channels=area.channels, cache_dir=Path(cache))
+    return load_site(
+        manifest,
+        rows,
+        name=name,
+        size=area.image_size,
+        channels=area.channels,
+        cache_dir=Path(cache),
+        reads_reports=reads_reports,
+    )
 
 
 # -- simulation -------------------------------------------------------------------------------------------------------
@@ -148,7 +162,8 @@ def _simulated_name(settings: Settings, node_config: Mapping[str, Any]) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _federation(area: DataArea, seed: int, pooled: bool) -> tuple[Manifest, Partition]:
+def _federation(area: DataArea, seed: int, pooled: bool) -> tuple[Manifest, Partition, np.ndarray | None]:
+    """The manifest as the sites see it, who holds what, and which row has an image and a report (None: as it is)."""
     manifest = open_manifest(
         area.root,
         labels=names_in(area.labels) or None,
@@ -160,9 +175,28 @@ def _federation(area: DataArea, seed: int, pooled: bool) -> tuple[Manifest, Part
         raise DataError(
             f"site {wrong[0]!r} cannot be a site's name: use 1 to 64 letters, digits, '.', '_', '-', blanks"
         )
+    manifest, present = replace(manifest, targets=hide_labels(manifest.targets, partition)), None
+    if wish := _incongruence(partition, area):
+        draws = functools.partial(seeding.numpy_generator, seed)
+        manifest, present = apply_incongruence(manifest, partition, wish, draws)
+        partition = replace(partition, arguments={**partition.arguments, "incongruence": asdict(wish)})
     if pooled:
         partition = pooled_train(manifest.targets, manifest.table, partition)
-    return replace(manifest, targets=hide_labels(manifest.targets, partition)), partition
+    return manifest, partition, present
+
+
+def _incongruence(partition: Partition, area: DataArea) -> Incongruence | None:
+    if not (area.profiles or area.pairing or area.never_reports or area.label_sources):
+        return None
+    return parse_incongruence(
+        sorted(partition.sites),
+        profiles=area.profiles,
+        pairing=area.pairing,
+        unpaired=area.unpaired,
+        never_reports=area.never_reports,
+        never_fraction=area.never_fraction,
+        label_sources=area.label_sources,
+    )
 
 
 def _partition(manifest: Manifest, area: DataArea, rng: np.random.Generator) -> Partition:
@@ -192,14 +226,21 @@ def _partition(manifest: Manifest, area: DataArea, rng: np.random.Generator) -> 
 
 
 @functools.lru_cache(maxsize=64)
-def _simulated_data(area: DataArea, seed: int, pooled: bool, cache: str, index: int) -> SiteData:
-    manifest, partition = _federation(area, seed, pooled)
+def _simulated_data(area: DataArea, seed: int, pooled: bool, cache: str, reads_reports: bool, index: int) -> SiteData:
+    manifest, partition, present = _federation(area, seed, pooled)
     names = sorted(partition.sites)
     if index >= len(names):
         raise IdleNode(f"node {index} of a partition of {len(names)} sites")
     name = names[index]
     return load_site(
-        manifest, partition.sites[name], name=name, size=area.image_size, channels=area.channels, cache_dir=Path(cache)
+        manifest,
+        partition.sites[name],
+        name=name,
+        size=area.image_size,
+        channels=area.channels,
+        cache_dir=Path(cache),
+        present=present,
+        reads_reports=reads_reports,
     )
 
 

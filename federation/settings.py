@@ -62,8 +62,10 @@ class FederationArea(Area):
 class DataArea(Area):
     """Which samples, and in simulation which site holds which of them."""
 
-    root: str = Field("digits-mosaic", min_length=1, description="digits, digits-mosaic, or a folder, zip, csv, npz")
-    labels: str = Field("", description="comma-separated label names in the federation's order; empty: the data's")
+    root: str = Field(
+        "digits-mosaic", min_length=1, description="an embedded name (digits-mosaic) or a folder, zip, csv, npz"
+    )
+    labels: str = Field("", description="comma-separated label names in the federation's order; empty: all")
     image_size: int = Field(16, ge=8, le=1024, description="side of the square input in pixels")
     channels: Literal[1, 3] = Field(1, description="1 grey, 3 RGB")
     mosaic: Literal["none", "grid", "corner_max"] = Field("none", description="mosaics of a single-label root")
@@ -77,6 +79,12 @@ class DataArea(Area):
     gamma: float = Field(0.5, gt=0, le=1, description="share of classes visible at a site")
     invisible_labels: Literal["keep", "zero", "drop"] = "keep"
     rho: float = Field(20.0, ge=1, description="largest class over smallest class in a long tail")
+    profiles: str = Field("", description="simulated modalities, e.g. paired:2,image:3,text:1; empty: as the data is")
+    pairing: str = Field("", description="share of samples that are pairs at the paired sites, e.g. 0.9,0.3")
+    unpaired: Literal["alternate", "drop_text", "drop_image", "split"] = "alternate"
+    never_reports: str = Field("", description="labels a site never records, e.g. site-00:Edema|Mass,site-03:Hernia")
+    never_fraction: float = Field(1.0, ge=0, le=1, description="share of such positives that are lost in training")
+    label_sources: str = Field("", description="who labelled a site's data, e.g. site-01:auto,site-02:reviewed")
     min_samples: int = Field(16, ge=1, description="training samples every simulated site gets at least")
     cache_dir: str = Field("", description="folder of decoded images; empty: below the runs folder")
 
@@ -292,9 +300,9 @@ def contradictions(settings: Settings) -> list[str]:
             f"federation.sites_per_round = {fed.sites_per_round} but data.num_sites = {data.num_sites}: "
             "more sites are asked for than exist; use 0 for all"
         )
-    if data.partition == "by_site" and data.root in ("digits", "digits-mosaic"):
+    if data.partition == "by_site" and data.root in ("digits", "digits-mosaic", "digits-reports"):
         found.append(f"data.partition = 'by_site' but data.root = {data.root!r} has no real sites; choose another one")
-    if data.partition == "dirichlet" and (data.root == "digits-mosaic" or data.mosaic != "none"):
+    if data.partition == "dirichlet" and (data.root in ("digits-mosaic", "digits-reports") or data.mosaic != "none"):
         found.append("data.partition = 'dirichlet' needs one label a sample; use 'beta_gamma' for mosaics")
     model = settings.model
     if (model.name, model.norm, training.batch_size) == ("resnet18", "batch", 1) and data.image_size < 16:

@@ -24,6 +24,7 @@ from federation.metrics import ScoreHistogram
 PROFILE = "query.profile"
 TRAIN = "train"
 EVALUATE = "evaluate"
+ASK = "query.ask"
 
 CONFIG = "config"
 METRICS = "metrics"
@@ -290,11 +291,14 @@ CARD_NUMBERS = {
 CARD_TEXTS = frozenset({"site", "labels", "task", "schema", "modalities", "data_sha256"})
 
 
-def profile_payload() -> Payload:
-    """What a site card holds: names, label list, hashes, sample and per-class counts (small cells suppressed)."""
+def profile_payload(extra: Mapping[str, str] | None = None) -> Payload:
+    """What a site card holds: names, label list, hashes, sample and per-class counts (small cells suppressed).
+
+    ``extra``: a method's own numbers, key -> kind.
+    """
     return Payload(
         purpose="site card: who takes part, with how many samples of each label",
-        numbers={METRICS: CARD_NUMBERS},
+        numbers={METRICS: CARD_NUMBERS, **({EXTRA: dict(extra)} if extra else {})},
         texts={CARD: CARD_TEXTS},
     )
 
@@ -315,6 +319,33 @@ REFUSAL_PAYLOAD = Payload(purpose="a neutral code in place of a reply", texts={R
 """The one thing a site may always send: that it could not do what was asked."""
 
 
+def answer_payload(numbers: Mapping[str, str]) -> Payload:
+    """A site's answer to a method's own question: nothing but the numbers that the method declares."""
+    return Payload(
+        purpose=f"answer to the method's question: {', '.join(sorted(numbers))}",
+        numbers={METRICS: {"server_round": "count"}, EXTRA: dict(numbers)},
+    )
+
+
+def view_of(split: str, view: str) -> str:
+    """The name under which a split's scores travel when it is seen in some way: ``val@image``; ``val`` for "".
+
+    >>> view_of("val", "image"), view_of("val", "")
+    ('val@image', 'val')
+    """
+    return f"{split}@{view}" if view else split
+
+
+def split_of(name: str) -> str:
+    """The split behind a name of `view_of`."""
+    return name.partition("@")[0]
+
+
+def views_of(split: str, views: Iterable[str]) -> list[str]:
+    """Every name under which a split is scored; none where no split is."""
+    return [view_of(split, view) for view in ("", *views)] if split else []
+
+
 def evaluation_payload(
     splits: Iterable[str], num_labels: int, bins: int, task: str, extra: Mapping[str, str] | None = None
 ) -> Payload:
@@ -326,8 +357,9 @@ def evaluation_payload(
     if task == "multiclass":
         tensor_specs["confusion"] = TensorSpec((num_labels, num_labels), "int64")
     splits = tuple(splits)
+    named = sorted({split_of(split) for split in splits})
     return Payload(
-        purpose=f"how the global model does on this site's {' and '.join(splits)} samples, as counts",
+        purpose=f"how the global model does on this site's {' and '.join(named)} samples, as counts",
         arrays={SCORES + split: tensor_specs for split in splits},
         numbers={
             METRICS: {"server_round": "count"},

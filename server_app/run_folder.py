@@ -132,8 +132,14 @@ class RunFolder:
                 self._board.add_scalar(f"train_loss/{site}", loss, record.round)
             self._board.add_scalar("seconds", record.seconds, record.round)
 
-    def evaluated(self, server_round: int, split: str, scores: PooledScores, thresholds: np.ndarray | None) -> None:
-        excluded = set(self._excluded)
+    def keep(self, name: str, content: Mapping[str, Any]) -> None:
+        """Writes a method's own page of facts, ``name.json``."""
+        write_atomic(self.path / f"{name}.json", json.dumps(content, indent=1).encode(), 0o644)
+
+    def evaluated(
+        self, server_round: int, split: str, pools: Mapping[str, PooledScores], thresholds: np.ndarray | None
+    ) -> None:
+        excluded, scores = set(self._excluded), pools[""]
         draws = BOOTSTRAP_DRAWS if split == "test" else 0
         lines = []
         for scope in (POOLED, *scores.sites):
@@ -149,7 +155,21 @@ class RunFolder:
                     "per_class": scores.per_class(thresholds, excluded, scope),
                 }
             )
-        self._append(lines)
+        views = [
+            {
+                "kind": "view",
+                "view": view,
+                "round": server_round,
+                "split": split,
+                "scope": scope,
+                "summary": pool.summary(thresholds, excluded, scope),
+                "per_class": pool.per_class(thresholds, excluded, scope),
+            }
+            for view, pool in pools.items()
+            if view
+            for scope in (POOLED, *pool.sites)
+        ]
+        self._append(lines + views)
         if split == "test":
             pooled, sites = lines[0], lines[1:]
             self._run["final"] = {

@@ -130,6 +130,11 @@ class ModularMean:
         """Sites added so far, whether or not any of their modules counted."""
         return frozenset(self._sites)
 
+    @property
+    def means(self) -> dict[str, StreamingMean]:
+        """The mean of every module that some site sent."""
+        return dict(self._means)
+
     def add(
         self,
         site: str,

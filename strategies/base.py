@@ -28,7 +28,7 @@ from federation import metrics, wire
 from federation.settings import Settings, names_in
 from models.networks import build_network
 from strategies import gate
-from strategies.aggregation import StreamingMean, apply_mean, capped_weights, scaled_to_norm
+from strategies.aggregation import Arrays, ModularMean, StreamingMean, apply_mean, capped_weights, scaled_to_norm
 from strategies.cards import CardError, SiteCard, SiteTable
 from strategies.discovery import QuorumError, collect_table, wait_for_nodes
 from strategies.evaluation import PooledScores
@@ -66,6 +66,14 @@ class FederatedStrategy(Strategy):
     """Numbers of the method's own in every evaluation, key -> kind; the site half's ``EVALUATION_EXTRA``."""
     pools_training_data = False
     """Whether a simulation puts all training samples at one site (the centralised upper bound)."""
+    reads_reports = False
+    """Whether sites read reports, so that samples without an image count too."""
+    profile_extra: Mapping[str, str] = {}
+    """Numbers of the method's own on every site card, key -> kind; the site half's ``PROFILE_EXTRA``."""
+    views: tuple[str, ...] = ()
+    """Further ways in which every split is scored, beside the plain one; the site half's ``VIEWS``."""
+    answer_numbers: Mapping[str, str] = {}
+    """What a site answers to the method's own question (`ask`), key -> kind; the site half's ``ANSWER_NUMBERS``."""
 
     def __init__(self, settings: Settings, experiment: str = "experiment") -> None:
         self.settings = settings
@@ -97,9 +105,25 @@ class FederatedStrategy(Strategy):
         """The initial global state by module name. Default: the network as ``model``."""
         return {MODEL: network.state_dict()}
 
-    def trained_modules(self, card: SiteCard) -> tuple[str, ...]:
-        """Modules whose change this site sends back. Default: all."""
+    def shared_modules(self) -> tuple[str, ...]:
+        """Modules that every site builds: their tensors are in the schema that round 0 compares. Default: all."""
         return tuple(sorted(self.progress.modules))
+
+    def trained_modules(self, card: SiteCard, server_round: int) -> tuple[str, ...]:
+        """Modules whose change this site sends back in a round. Default: all."""
+        return tuple(sorted(self.progress.modules))
+
+    def update_specs(self, card: SiteCard, server_round: int) -> dict[str, dict[str, wire.TensorSpec]]:
+        """Shapes and dtypes of what the site sends back, by module. Default: the trained modules' own.
+
+        A method whose sites send something else (sparse values, sums) declares it here and in its site half's
+        ``update_specs``, and reads it in `received`.
+        """
+        return {name: wire.spec_of(self.progress.modules[name]) for name in self.trained_modules(card, server_round)}
+
+    def received(self, reply: gate.Reply) -> Mapping[str, Arrays]:
+        """The changes to average out of an accepted reply. Default: what was sent. A WireError refuses the reply."""
+        return reply.modules
 
     def sent_modules(self, card: SiteCard, server_round: int) -> tuple[str, ...]:
         """Modules that travel down to this site for training. Default: all."""
@@ -119,10 +143,17 @@ class FederatedStrategy(Strategy):
             return 1.0
         return min(float(reply.num_examples), self.weight_ceiling)
 
+    def before_round(self, grid: Grid, server_round: int) -> None:
+        """What a method does before a round's training, such as a question to the sites (`ask`)."""
+
+    def figures(self, pools: Mapping[str, PooledScores]) -> dict[str, float | None]:
+        """Further headline figures of an evaluation; ``pools``: scores by view, "" is the plain one."""
+        return {}
+
     def combine(self, means: Mapping[str, StreamingMean], server_round: int) -> Modules:
-        """The next global state from the mean changes. Default: add them."""
+        """The next global state from the mean change of every module that somebody sent. Default: add them."""
         return {
-            module: apply_mean(state, means[module].result() if means[module].sites else {})
+            module: apply_mean(state, means[module].result() if module in means else {})
             for module, state in self.progress.modules.items()
         }
 
@@ -183,6 +214,7 @@ class FederatedStrategy(Strategy):
         for server_round in range(self.progress.server_round + 1, last + 1):
             log(INFO, "")
             log(INFO, "[ROUND %s/%s]", server_round, last)
+            self.before_round(grid, server_round)
             self._train_round(grid, server_round)
             result.train_metrics_clientapp[server_round] = MetricRecord({"num-sites": len(self.record.accepted)})
         result.evaluate_metrics_clientapp[last] = self._finish(grid, last)
@@ -193,7 +225,8 @@ class FederatedStrategy(Strategy):
         fed, quorum = self.settings.federation, self.quorum()
         node_ids = wait_for_nodes(grid, expected=fed.expected_sites, quorum=quorum, wait_s=fed.wait_s)
         content = RecordDict({wire.CONFIG: self._config(0)})
-        table = collect_table(grid, node_ids, content, quorum=quorum, timeout_s=self._timeout)
+        payload = wire.profile_payload(self.profile_extra)
+        table = collect_table(grid, node_ids, content, payload, quorum=quorum, timeout_s=self._timeout)
         if fed.sites_per_round > len(table.trainable):
             asked, there = fed.sites_per_round, len(table.trainable)
             log(WARNING, "federation.sites_per_round = %s but %s sites can train; all are used", asked, there)
@@ -234,7 +267,7 @@ class FederatedStrategy(Strategy):
         labels, task = self.table.labels, self.table.task
         network = seeded(lambda: self.network(labels, task), self.settings)
         self.progress.modules = self.build(network)
-        specs = {name: wire.spec_of(state) for name, state in self.progress.modules.items()}
+        specs = {name: wire.spec_of(self.progress.modules[name]) for name in self.shared_modules()}
         ours = wire.schema_sha256(labels, task, specs, getattr(network, "frozen_sha256", ""))
         theirs = self.table.cards[0].schema
         if ours != theirs:
@@ -259,7 +292,7 @@ class FederatedStrategy(Strategy):
     def _train_round(self, grid: Grid, server_round: int) -> None:
         started = time.monotonic()
         self.record = RoundRecord(server_round)
-        self._pool = PooledScores(self.table.labels, self.table.task, self.settings.evaluation.bins)
+        self._pools = self._empty_pools()
         messages = self.configure_train(server_round, self.arrays, ConfigRecord(), grid)
         self.aggregate_train(server_round, self._replies(grid, messages))
         self.record.seconds = time.monotonic() - started
@@ -287,7 +320,7 @@ class FederatedStrategy(Strategy):
         return self._evaluate(grid, selected, "test")
 
     def _evaluate(self, grid: Grid, server_round: int, split: str) -> MetricRecord:
-        self._pool = PooledScores(self.table.labels, self.table.task, self.settings.evaluation.bins)
+        self._pools = self._empty_pools()
         self._split = split
         messages = self.configure_evaluate(server_round, self.arrays, ConfigRecord(), grid)
         measured = self.aggregate_evaluate(server_round, self._replies(grid, messages))
@@ -324,21 +357,21 @@ class FederatedStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Gates and folds replies one by one, then moves the global state. Raises QuorumError below the quorum."""
-        means = {module: StreamingMean() for module in self.progress.modules}
+        mean = ModularMean()
         norm = max((state_norm(state) for state in self.progress.modules.values()), default=0.0)
         loss = examples = 0.0
         for message in replies:
             if (reply := self._gated(message, norm)) is not None:
-                self._pool.add(reply)
+                self._pool(reply)
                 if self._sent[message.metadata.src_node_id].action == wire.TRAIN:
-                    self._fold(means, reply)
+                    self._fold(mean, reply)
                     loss += float(reply.numbers[wire.METRICS]["loss_sum"])
                     examples += reply.num_examples
             del message, reply  # one reply at a time is held in memory
         self._check_quorum(server_round)
         if self._split:
             self._measured(server_round - 1, self._split)
-        self._advance(means, server_round)
+        self._advance(mean, server_round)
         return self.arrays, MetricRecord({"train-loss-sum": loss, "num-examples": int(examples)})
 
     def configure_evaluate(
@@ -352,8 +385,8 @@ class FederatedStrategy(Strategy):
         """Adds up the sites' score histograms and measures the pooled result; None where no site answered."""
         for message in replies:
             if (reply := self._gated(message, 0.0)) is not None:
-                self._pool.add(reply)
-        if not self._pool.sites:
+                self._pool(reply)
+        if not self._pools[""].sites:
             log(WARNING, "no site sent %s scores, so nothing is measured", self._split)
             return None
         summary = self._measured(server_round, self._split)
@@ -419,15 +452,33 @@ class FederatedStrategy(Strategy):
         self._records = {}  # what was sent is with the SuperLink now
         return replies
 
-    def payload(self, action: str, card: SiteCard, evaluated_split: str) -> wire.Payload:
+    def ask(
+        self, grid: Grid, server_round: int, cards: Iterable[SiteCard], config: Mapping[str, Any] | None = None
+    ) -> Iterator[tuple[SiteCard, dict[str, Any]]]:
+        """Puts the method's own question to sites, with the global modules; gives each usable answer's numbers.
+
+        In the order of the sites' names. A site that fails or answers something undeclared is left out and named in
+        the log and the run folder.
+        """
+        assert self._observer is not None
+        self.record = RoundRecord(server_round)
+        messages = [self._message(wire.ASK, card, server_round, config or {}) for card in cards]
+        for message in self._replies(grid, messages):
+            if (reply := self._gated(message, 0.0)) is not None:
+                yield self._sent[message.metadata.src_node_id].card, dict(reply.numbers[wire.EXTRA])
+        if trouble := self.record.refused + self.record.missing:
+            self._observer.left_out("answers", trouble)
+
+    def payload(self, action: str, card: SiteCard, server_round: int, evaluated_split: str) -> wire.Payload:
         """The declared payload of one site's reply to one action; the site's half declares the same."""
-        splits = [evaluated_split] if evaluated_split else []
+        if action == wire.ASK:
+            return wire.answer_payload(self.answer_numbers)
+        splits = wire.views_of(evaluated_split, self.views)
         labels, bins = self.table.labels, self.settings.evaluation.bins
         evaluation = wire.evaluation_payload(splits, len(labels), bins, self.table.task, self.evaluation_extra)
         if action == wire.EVALUATE:
             return evaluation
-        specs = {name: wire.spec_of(self.progress.modules[name]) for name in self.trained_modules(card)}
-        return wire.train_payload(specs, evaluation, self.train_extra)
+        return wire.train_payload(self.update_specs(card, server_round), evaluation, self.train_extra)
 
     def _gated(self, message: Message, reference_norm: float) -> gate.Reply | None:
         """The accepted reply, or None with the reason in the round's record."""
@@ -442,7 +493,7 @@ class FederatedStrategy(Strategy):
         expected = gate.Expected(
             site=card.site,
             server_round=sent.server_round,
-            payload=self.payload(sent.action, card, sent.evaluated_split),
+            payload=self.payload(sent.action, card, sent.server_round, sent.evaluated_split),
             max_examples=card.num_train,
             reference_norm=reference_norm,
             split_sizes=card.split_sizes,
@@ -450,19 +501,30 @@ class FederatedStrategy(Strategy):
         if card.site in self._answered:
             reply, reason = None, "a second reply to the same message"
         else:
-            reply, reason = gate.inspect(message.content, expected)
+            reply, reason = gate.inspect(message.content, expected, self.received)
         self._answered.add(card.site)
         if reply is None:
             self.record.refused.append({"site": card.site, "reason": reason})
             log(WARNING, "\t├── %s refused by the update gate: %s", card.site, reason)
         return reply
 
-    def _fold(self, means: Mapping[str, StreamingMean], reply: gate.Reply) -> None:
+    def _pool(self, reply: gate.Reply) -> None:
+        for view, pool in self._pools.items():
+            pool.add(reply, wire.view_of(self._split, view))
+
+    def _empty_pools(self) -> dict[str, PooledScores]:
+        arguments = self.table.labels, self.table.task, self.settings.evaluation.bins
+        return {view: PooledScores(*arguments) for view in ("", *self.views)}
+
+    def _fold(self, mean: ModularMean, reply: gate.Reply) -> None:
         bound = self.settings.federation.norm_bound
-        for module, arrays in reply.modules.items():
-            weight = self.weigh(reply, module)
-            self.record.weights[reply.site] = weight
-            means[module].add(reply.site, scaled_to_norm(arrays, reply.norm, bound) if bound else arrays, weight)
+        weights = {module: self.weigh(reply, module) for module in reply.changes}
+        changes = {
+            module: scaled_to_norm(arrays, reply.norm, bound) if bound else arrays
+            for module, arrays in reply.changes.items()
+        }
+        mean.add(reply.site, changes, weights)
+        self.record.weights[reply.site] = max(weights.values(), default=0.0)
         self.record.accepted.append(reply.site)
         self.record.extra[reply.site] = dict(reply.numbers.get(wire.EXTRA, {}))
         self.record.train_loss[reply.site] = float(reply.numbers[wire.METRICS]["loss_sum"]) / reply.num_examples
@@ -479,9 +541,8 @@ class FederatedStrategy(Strategy):
             "The state before this round is kept; mend the cause and resume."
         )
 
-    def _advance(self, means: dict[str, StreamingMean], server_round: int) -> None:
-        modules = self.combine(means, server_round)
-        means.clear()  # a model's worth of memory, before the next state is encoded
+    def _advance(self, mean: ModularMean, server_round: int) -> None:
+        modules = self.combine(mean.means, server_round)
         self._check_same_names(self.progress.modules, modules)
         self.progress.modules = modules
         self.progress.server_round = server_round
@@ -508,10 +569,12 @@ class FederatedStrategy(Strategy):
         assert self._observer is not None
         best = self.progress.best_thresholds
         thresholds = None if best is None else np.array(best)
+        pool = self._pools[""]
         if split == "val":
-            thresholds = self._pool.best_thresholds()
-        summary = self._pool.summary(thresholds, set(self.headline_excluded))
-        self._observer.evaluated(server_round, split, self._pool, thresholds)
+            thresholds = pool.best_thresholds()
+        pool.further = self.figures(self._pools)
+        summary = pool.summary(thresholds, set(self.headline_excluded))
+        self._observer.evaluated(server_round, split, self._pools, thresholds)
         if split == "val":
             self._select(server_round, thresholds, summary)
         log(INFO, "\t├── %s of round %s: %s", split, server_round, _shown(summary, self.settings))
@@ -523,8 +586,9 @@ class FederatedStrategy(Strategy):
         if not self.selects_model:
             progress.best_thresholds = thresholds.tolist()
             return
-        if rare := self._pool.rare(area.min_selection_positives):
-            summary = self._pool.summary(thresholds, set(self.headline_excluded) | rare)
+        pool = self._pools[""]
+        if rare := pool.rare(area.min_selection_positives):
+            summary = pool.summary(thresholds, set(self.headline_excluded) | rare)
         value = metrics.selection_value(summary, area.selection_metric)
         if value is not None and (progress.best_value is None or value > progress.best_value):
             progress.best_round, progress.best_value = server_round, float(value)

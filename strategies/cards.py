@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from flwr.app import RecordDict
 
@@ -19,7 +20,10 @@ class CardError(ValueError):
 
 @dataclass(frozen=True)
 class SiteCard:
-    """One site as it described itself. ``positives`` and ``negatives`` are per label, -1 where suppressed."""
+    """One site as it described itself. ``positives`` and ``negatives`` are per label, -1 where suppressed.
+
+    ``extra``: the numbers that the method declares in ``profile_extra``.
+    """
 
     node_id: int
     site: str
@@ -31,6 +35,7 @@ class SiteCard:
     split_sizes: Mapping[str, int]
     positives: tuple[int, ...]
     negatives: tuple[int, ...]
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_train(self) -> int:
@@ -67,6 +72,7 @@ def read_card(node_id: int, content: RecordDict, registered: str | None = None) 
         split_sizes=sizes,
         positives=counts[0],
         negatives=counts[1],
+        extra=dict(content[wire.EXTRA]) if wire.EXTRA in content else {},
     )
 
 

@@ -44,8 +44,12 @@ def wait_for_nodes(grid: Grid, *, expected: int, quorum: int, wait_s: float) -> 
     return node_ids
 
 
-def collect_table(grid: Grid, node_ids: list[int], content: RecordDict, *, quorum: int, timeout_s: float) -> SiteTable:
+def collect_table(
+    grid: Grid, node_ids: list[int], content: RecordDict, payload: wire.Payload, *, quorum: int, timeout_s: float
+) -> SiteTable:
     """Asks every node for its card and freezes the table; a site that cannot take part is in ``table.refused``.
+
+    ``payload``: what a card has to be, see `wire.profile_payload`.
 
     A node whose key was registered under a name must call its site so: nobody can speak for another hospital.
     Raises CardError (see `cards.freeze`), and QuorumError where fewer than ``quorum`` sites can train.
@@ -57,7 +61,7 @@ def collect_table(grid: Grid, node_ids: list[int], content: RecordDict, *, quoru
     refused: dict[str, str] = {}
     for reply in exchange(grid, messages, names, timeout_s):
         node_id = reply.metadata.src_node_id
-        reason = failure(reply) or wire.profile_payload().violation(reply.content)
+        reason = failure(reply) or payload.violation(reply.content)
         if reason and reason.startswith("E-EMPTY"):
             log(INFO, "\t%s has no site in this partition; it stays idle", names[node_id])
         elif reason:

@@ -16,7 +16,10 @@ POOLED = "pooled"
 
 
 class PooledScores:
-    """Scores of one split by site and over all sites, from accepted replies. Merging is exact and has no order."""
+    """Scores of one split by site and over all sites, from accepted replies. Merging is exact and has no order.
+
+    ``further``: a method's own figures of the whole, which join the pooled summary.
+    """
 
     def __init__(self, labels: tuple[str, ...], task: str, bins: int) -> None:
         self.labels = labels
@@ -25,26 +28,33 @@ class PooledScores:
         self._confusion = {POOLED: np.zeros((len(labels), len(labels)), np.int64)}
         self._loss = {POOLED: [0.0, 0]}
         self._extra: dict[str, dict[str, float]] = {}
+        self.further: dict[str, float | None] = {}
 
     @property
     def sites(self) -> list[str]:
         """Sites that sent scores, sorted."""
         return sorted(set(self._histograms) - {POOLED})
 
-    def add(self, reply: Reply) -> None:
-        """Adds the scores of one reply; a reply without scores changes nothing."""
-        for split, arrays in reply.scores.items():
-            histogram = ScoreHistogram.from_arrays({k: v for k, v in arrays.items() if k != "confusion"})
-            self._histograms[reply.site] = histogram
-            self._histograms[POOLED].merge(histogram)
-            if "confusion" in arrays:
-                self._confusion[reply.site] = arrays["confusion"].copy()
-                self._confusion[POOLED] += arrays["confusion"]
-            loss = reply.numbers[f"loss.{split}"]
-            self._loss[reply.site] = [float(loss["loss_sum"]), int(loss["num_examples"])]
-            self._loss[POOLED][0] += self._loss[reply.site][0]
-            self._loss[POOLED][1] += self._loss[reply.site][1]
-            self._extra[reply.site] = dict(reply.numbers.get(f"{wire.EXTRA}.{split}", {}))
+    def add(self, reply: Reply, split: str) -> None:
+        """Adds one reply's scores of a split (or of a view of it); a reply without them changes nothing."""
+        arrays = reply.scores.get(split)
+        if arrays is None:
+            return
+        histogram = ScoreHistogram.from_arrays({k: v for k, v in arrays.items() if k != "confusion"})
+        self._histograms[reply.site] = histogram
+        self._histograms[POOLED].merge(histogram)
+        if "confusion" in arrays:
+            self._confusion[reply.site] = arrays["confusion"].copy()
+            self._confusion[POOLED] += arrays["confusion"]
+        loss = reply.numbers[f"loss.{split}"]
+        self._loss[reply.site] = [float(loss["loss_sum"]), int(loss["num_examples"])]
+        self._loss[POOLED][0] += self._loss[reply.site][0]
+        self._loss[POOLED][1] += self._loss[reply.site][1]
+        self._extra[reply.site] = dict(reply.numbers.get(f"{wire.EXTRA}.{split}", {}))
+
+    def histogram(self, scope: str = POOLED) -> ScoreHistogram:
+        """The scores of one site or of all. Raises KeyError for a site that sent none."""
+        return self._histograms[scope]
 
     def best_thresholds(self) -> np.ndarray:
         """Per label ``(C,) float64``: the threshold of the best pooled F1; call it on validation scores only."""
@@ -84,6 +94,7 @@ class PooledScores:
             figures
             | {"loss": loss if loss is None or math.isfinite(loss) else None, "num_examples": count}
             | self._extras(scope)
+            | (self.further if scope == POOLED else {})
         )
 
     def _extras(self, scope: str) -> dict[str, float]:

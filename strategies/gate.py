@@ -6,8 +6,8 @@ A reply passes whole or not at all. What is refused is named with its reason, an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -27,7 +27,10 @@ MAX_COUNTER = 2**31
 
 @dataclass(frozen=True)
 class Reply:
-    """One accepted reply: decoded tensors (read-only views), numbers, and the L2 norm of its float changes."""
+    """One accepted reply: decoded tensors (read-only views), numbers, and the L2 norm of its float changes.
+
+    ``modules`` as they were sent; ``changes``: what of them is averaged, where a method's sites send something else.
+    """
 
     site: str
     server_round: int
@@ -35,6 +38,7 @@ class Reply:
     scores: Mapping[str, Mapping[str, np.ndarray]]
     numbers: Mapping[str, Mapping[str, float | list[int]]]
     norm: float
+    changes: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
 
     @property
     def num_examples(self) -> int:
@@ -56,10 +60,16 @@ class Expected:
     split_sizes: Mapping[str, int] = field(default_factory=dict)
 
 
-def inspect(content: RecordDict, expected: Expected) -> tuple[Reply | None, str]:
-    """The decoded reply and "", or None and the reason why it is refused. Never raises for anything in the reply."""
+def inspect(
+    content: RecordDict, expected: Expected, changes_of: Callable[[Reply], Mapping] | None = None
+) -> tuple[Reply | None, str]:
+    """The decoded reply and "", or None and the reason why it is refused. Never raises for anything in the reply.
+
+    ``changes_of`` takes what is averaged out of a reply (`FederatedStrategy.received`); None: the modules as sent.
+    """
     try:
-        return _inspect(content, expected), ""
+        reply = _inspect(content, expected)
+        return replace(reply, changes=changes_of(reply) if changes_of else reply.modules), ""
     except (wire.WireError, _RefusedError) as refusal:
         return None, str(refusal)
 
@@ -83,7 +93,7 @@ def _inspect(content: RecordDict, expected: Expected) -> Reply:
     scores = {name.removeprefix(wire.SCORES): value for name, value in arrays.items() if name.startswith(wire.SCORES)}
     norm = _checked_norm(modules, MAX_RELATIVE_NORM * max(1.0, expected.reference_norm))
     for split, counts in scores.items():
-        _check_scores(split, counts, numbers[f"loss.{split}"], expected.split_sizes.get(split, 0))
+        _check_scores(split, counts, numbers[f"loss.{split}"], expected.split_sizes.get(wire.split_of(split), 0))
     return Reply(expected.site, expected.server_round, modules, scores, numbers, norm)
 
 

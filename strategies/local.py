@@ -18,7 +18,7 @@ class Local(FederatedStrategy):
 
     selects_model = False
 
-    def trained_modules(self, card: SiteCard) -> tuple[str, ...]:
+    def trained_modules(self, card: SiteCard, server_round: int) -> tuple[str, ...]:
         return ()
 
 

@@ -42,7 +42,7 @@ class Scaffold(FederatedStrategy):
         return 1.0 if module == CONTROL else super().weigh(reply, module)
 
     def combine(self, means: Mapping[str, StreamingMean], server_round: int) -> Modules:
-        modules = super().combine({MODEL: means[MODEL], CONTROL: StreamingMean()}, server_round)
+        modules = super().combine({MODEL: means[MODEL]}, server_round)
         share = len(means[CONTROL].sites) / len(self.table.trainable)
         mean = {name: value * share for name, value in means[CONTROL].result().items()}
         return {**modules, CONTROL: apply_mean(self.progress.modules[CONTROL], mean)}

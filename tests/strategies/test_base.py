@@ -149,8 +149,8 @@ class Notes:
     def round_done(self, record):
         self.rounds.append(record)
 
-    def evaluated(self, server_round, split, scores, thresholds):
-        self.evaluations.append((server_round, split, tuple(scores.sites)))
+    def evaluated(self, server_round, split, pools, thresholds):
+        self.evaluations.append((server_round, split, tuple(pools[""].sites)))
 
     def left_out(self, split, entries):
         raise AssertionError("everyone answers here")

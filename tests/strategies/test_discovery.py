@@ -8,6 +8,7 @@ import pytest
 from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
+from federation import wire
 from strategies import discovery
 from strategies.cards import CardError
 from strategies.discovery import QuorumError, collect_table, wait_for_nodes
@@ -122,7 +123,7 @@ class Cards:
 
 
 def table_of(grid, quorum=2):
-    return collect_table(grid, sorted(grid.answers), RecordDict(), quorum=quorum, timeout_s=5.0)
+    return collect_table(grid, sorted(grid.answers), RecordDict(), wire.profile_payload(), quorum=quorum, timeout_s=5.0)
 
 
 def test_cards_become_a_table_by_site_name():

@@ -37,7 +37,7 @@ def reply(site, scores, targets, loss_sum=1.0, confusion=False):
 def pooled(replies, task="multilabel"):
     pool = PooledScores(LABELS, task, 1024)
     for item in replies:
-        pool.add(item)
+        pool.add(item, "val")
     return pool
 
 
@@ -72,7 +72,7 @@ def test_a_reply_without_scores_changes_nothing(sites):
     replies = [reply(name, *data) for name, data in sites.items()]
     pool = pooled(replies)
     before = pool.summary(None, set())
-    pool.add(Reply("d", 1, {}, {}, {}, 0.0))
+    pool.add(Reply("d", 1, {}, {}, {}, 0.0), "val")
     assert pool.summary(None, set()) == before and pool.sites == ["a", "b", "c"]
     assert pool.summary(None, set(), "d") == {}
 
