@@ -1,6 +1,7 @@
 # Everything a newcomer needs: Python 3.11 or newer, pip, make and git. `make demo` is the place to start.
-#   make demo                      trains on embedded images, prints the result table and the path of the report
+#   make demo                      method fednca on embedded images; prints the result table and the report's path
 #   make demo DATA=path/to/data    the same on real chest X-rays (a folder or zip with metadata.csv)
+#   make demo PRESET=presets/x.toml ARGS="-c 'method=fedavg federation.rounds=5'"    another one
 #   make test                      runs the tests; `make drills` the slow ones that start processes
 #   make lint | bench | clean
 
@@ -8,7 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 DATA ?=
-PRESET ?= $(if $(DATA),presets/chest-xray.toml,presets/demo.toml)
+PRESET ?= $(if $(DATA),presets/fednca-cxr.toml,presets/fednca-mosaic.toml)
 TIMEOUT ?= 1800
 ARGS ?=
 

@@ -1,4 +1,4 @@
-"""The ClientApp: four actions, each answered by `client_app.handler`.
+"""The ClientApp: its actions, each answered by `client_app.handler`.
 
 Everything heavy is imported inside the handler, so that a failure there becomes a neutral code, and so that a deployed
 site, which starts a process for every message, pays only for what the message needs.
@@ -21,6 +21,30 @@ def profile(message: Message, context: Context) -> Message:
 @app.query("ask")
 def ask(message: Message, context: Context) -> Message:
     """The answer to a question of the method's own."""
+    return _answer(message, context)
+
+
+@app.query("secure_keys")
+def secure_keys(message: Message, context: Context) -> Message:
+    """Secure sum: two public keys for a round."""
+    return _answer(message, context)
+
+
+@app.query("secure_shares")
+def secure_shares(message: Message, context: Context) -> Message:
+    """Secure sum: shares of this site's masks, sealed for the others."""
+    return _answer(message, context)
+
+
+@app.train("secure_masked")
+def secure_masked(message: Message, context: Context) -> Message:
+    """Secure sum: local training, its change under masks."""
+    return _answer(message, context)
+
+
+@app.query("secure_unmask")
+def secure_unmask(message: Message, context: Context) -> Message:
+    """Secure sum: shares that take the masks off the sum."""
     return _answer(message, context)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from client_app.site import Site
 from client_app.training import Build, Diverged, Job, Modules, load_batch, network_for, received_network
@@ -36,9 +36,18 @@ def evaluate(site: Site, modules: Modules, job: Job, split: str, build: Build = 
 
 
 @torch.no_grad()
-def score(network: nn.Module, site: Site, job: Job, split: str) -> Scores:
+def score(
+    network: nn.Module,
+    site: Site,
+    job: Job,
+    split: str,
+    *,
+    rows: np.ndarray | None = None,
+    forward: Callable[[np.ndarray, Tensor], Tensor] | None = None,
+) -> Scores:
     """Scores of a network on one split; small cells are suppressed here, before anything leaves.
 
+    ``rows``: samples to score (default all); ``forward``: rows and their images to logits (default the network's).
     ``num_examples`` counts samples with a known label; ``loss_sum`` is their mean loss times that count. Raises
     Diverged where a score is not a number.
     """
@@ -49,10 +58,12 @@ def score(network: nn.Module, site: Site, job: Job, split: str) -> Scores:
     confusion = np.zeros((num_labels, num_labels), np.int64)
     total, entries, known_samples = 0.0, 0, 0
     unused = torch.Generator()
-    for start in range(0, len(samples), EVALUATION_BATCH):
-        rows = np.arange(start, min(start + EVALUATION_BATCH, len(samples)))
-        images, targets = load_batch(samples, rows, "none", unused)
-        logits = network(images.to(job.device)).float().cpu()
+    rows = np.arange(len(samples)) if rows is None else rows
+    for start in range(0, len(rows), EVALUATION_BATCH):
+        batch = rows[start : start + EVALUATION_BATCH]
+        images, targets = load_batch(samples, batch, "none", unused, job.settings.model.normalise)
+        images = images.to(job.device)
+        logits = (network(images) if forward is None else forward(batch, images)).float().cpu()
         if not torch.isfinite(logits).all():
             raise Diverged(f"the model of round {job.server_round} gives scores that are no numbers")
         scores = probabilities(logits, task)

@@ -77,6 +77,12 @@ def train(site: Site, modules: Modules, job: Job) -> Update:
     return done.update({"model": change(modules["model"], network.state_dict())}, parts)
 
 
+def weights(update: Update, job: Job) -> dict[str, int]:
+    """What the server's `weigh` gives, for a secure sum."""
+    equal = "equal" in (job.settings.options.aggregation, job.settings.federation.weighting)
+    return {"model": 1 if equal else update.num_examples}
+
+
 def _objective(
     network: FedNCANetwork, site: Site, job: Job, totals: Counter[str]
 ) -> Callable[[Tensor, Tensor], Tensor]:
@@ -169,7 +175,7 @@ def _collapse(network: FedNCANetwork, site: Site, job: Job, split: str) -> dict[
     sums = None
     for start in range(0, len(samples), EVALUATION_BATCH):
         rows = np.arange(start, min(start + EVALUATION_BATCH, len(samples)))
-        images, targets = load_batch(samples, rows, "none", torch.Generator())
+        images, targets = load_batch(samples, rows, "none", torch.Generator(), job.settings.model.normalise)
         _, features = network.class_outputs(images.to(job.device))
         batch = collapse_sums(features, targets.to(job.device), network.etf)
         sums = batch if sums is None else sums + batch

@@ -21,20 +21,31 @@ from typing import Any
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
-from client_app import evaluation, training
+from client_app import evaluation, secure_round, secure_sum, training
 from client_app.device import computing
 from client_app.egress import EgressError, Ledger, release
-from client_app.site import IdleNode, Site, is_hospital, open_folder, open_site, site_logger, write_partition
+from client_app.site import (
+    ConsentError,
+    IdleNode,
+    Site,
+    is_hospital,
+    open_folder,
+    open_site,
+    site_logger,
+    write_partition,
+)
 from client_app.training import Diverged, Job
 from datasets.records import IMAGE, REPORT, DataError, SiteData
 from datasets.site import class_counts
 from federation import registry, wire
+from federation.secure_roster import ACTIONS
 from federation.settings import Settings, SettingsError
 
 FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (IdleNode, "E-EMPTY"),
     (SettingsError, "E-SETTINGS"),
     (DataError, "E-DATA"),
+    (ConsentError, "E-CONSENT"),
     (EgressError, "E-EGRESS"),
     (Diverged, "E-DIVERGED"),
     (wire.WireError, "E-MISMATCH"),
@@ -74,6 +85,7 @@ def _respond(message: Message, settings: Settings, site: Site) -> RecordDict:
     half = importlib.import_module(registry.find(settings.method).site)
     server_round = int(message.content[wire.CONFIG]["server_round"])
     if action == wire.PROFILE:
+        secure_sum.begin(site.folder)
         content = profile(site, settings, half)
         payload = wire.profile_payload(getattr(half, "PROFILE_EXTRA", None))
     else:
@@ -81,8 +93,11 @@ def _respond(message: Message, settings: Settings, site: Site) -> RecordDict:
             config = dict(message.content[wire.CONFIG])
             last_accepted = int(config["last_accepted"])
             job = Job(settings, server_round, last_accepted, config, device, precision)
-            do = answer_question if action == wire.ASK else work
-            content, payload = do(action, wire.modules_of(message.content), site, job, half)
+            if action in ACTIONS:
+                content, payload = secure_work(action, message.content, site, job, half)
+            else:
+                do = answer_question if action == wire.ASK else work
+                content, payload = do(action, wire.modules_of(message.content), site, job, half)
     site_logger(site.folder).info("round=%s action=%s bytes=%s", server_round, action, wire.size_bytes(content))
     return release(content, payload, Ledger(site.folder / "egress.jsonl"), server_round=server_round, action=action)
 
@@ -91,7 +106,7 @@ def profile(site: Site, settings: Settings, half: ModuleType) -> RecordDict:
     """The site card: names, label list, hashes, counts. Counts below ``privacy.min_cell`` are -1."""
     data = site.data
     train = data.splits["train"]
-    rows = training.usable(train)
+    rows = half.learnable(train, settings) if hasattr(half, "learnable") else training.usable(train)
     counts = class_counts(train.targets[rows])
 
     def visible(values: Any) -> list[int]:
@@ -139,7 +154,32 @@ def answer_question(
 def work(
     action: str, modules: training.Modules, site: Site, job: Job, half: ModuleType
 ) -> tuple[RecordDict, wire.Payload]:
-    """Evaluates what was received where the message asks for it, trains where it is a training message."""
+    """Evaluates what was received where the message asks for it, trains where it is a training message.
+
+    A run with a secure sum is answered without updates only: training is `secure_work` then.
+    """
+    if action == wire.EVALUATE:
+        return evaluated(modules, site, job, half)
+    if job.settings.privacy.secure_sum:
+        raise wire.WireError("a plain training message in a run with privacy.secure_sum = true; no update leaves so")
+    update, specs, content, declared = trained(modules, site, job, half)
+    for name, change in update.modules.items():
+        content[wire.MODULE + name] = wire.encode(change)
+    return content, wire.train_payload(specs, declared, getattr(half, "TRAIN_EXTRA", None))
+
+
+def secure_work(
+    action: str, request: RecordDict, site: Site, job: Job, half: ModuleType
+) -> tuple[RecordDict, wire.Payload]:
+    """One of the four answers of a secure sum; the third one trains."""
+    if not job.settings.privacy.secure_sum:
+        raise wire.WireError("a message of a secure sum in a run with privacy.secure_sum = false")
+    train = functools.partial(trained, wire.modules_of(request), site, job, half)
+    return secure_round.answer(action, request, site, job, half=half, train=train)
+
+
+def evaluated(modules: training.Modules, site: Site, job: Job, half: ModuleType) -> tuple[RecordDict, wire.Payload]:
+    """Scores of what was received, as far as the message asks for them."""
     split = str(job.config.get("evaluate", ""))
     content = RecordDict({wire.METRICS: MetricRecord({"server_round": job.server_round})})
     if split:
@@ -160,10 +200,13 @@ def work(
         site.data.task,
         getattr(half, "EVALUATION_EXTRA", None),
     )
-    if action == wire.EVALUATE:
-        return content, declared
+    return content, declared
+
+
+def trained(modules: training.Modules, site: Site, job: Job, half: ModuleType) -> secure_round.Trained:
+    """A local training after the evaluation that its message asks for; the reply still lacks the update."""
+    content, declared = evaluated(modules, site, job, half)
     specs = getattr(half, "update_specs", _trained_specs)(modules, site, job)
-    declared = wire.train_payload(specs, declared, getattr(half, "TRAIN_EXTRA", None))
     update = half.train(site, modules, job)
     content[wire.METRICS] = MetricRecord(
         {
@@ -175,9 +218,7 @@ def work(
     )
     if update.extra:
         content[wire.EXTRA] = MetricRecord(dict(update.extra))
-    for name, change in update.modules.items():
-        content[wire.MODULE + name] = wire.encode(change)
-    return content, declared
+    return secure_round.Trained(update, specs, content, declared)
 
 
 def _trained_specs(modules: training.Modules, site: Site, job: Job) -> dict[str, dict[str, wire.TensorSpec]]:

@@ -75,13 +75,10 @@ def site_keys(site: str, server_round: int) -> Answer:
     return Answer(secrets, content, protocol.keys_payload())
 
 
-def site_shares(
-    secrets: Secrets, request: RecordDict, *, experiment: str, modules: tuple[str, ...], min_cohort: int
-) -> Answer:
+def site_shares(secrets: Secrets, request: RecordDict, *, experiment: str, min_cohort: int) -> Answer:
     """Second answer: this site's secrets, shared among the sites of the roster and sealed for each of them.
 
-    ``modules``: what this site trains. Raises SecureSumError for a roster with other keys under this site's name, with
-    a cohort below ``min_cohort``, or with this site in the cohort of a module that it does not train.
+    Raises SecureSumError for a roster with other keys under this site's name, or with a cohort below ``min_cohort``.
     """
     roster = protocol.read_roster(request, experiment, secrets.server_round)
     ours = PublicKeys(public_key(secrets.mask_key), public_key(secrets.share_key))
@@ -89,10 +86,6 @@ def site_shares(
         raise SecureSumError("the roster does not hold the keys that this site sent")
     if small := set(roster.cohorts) - set(protocol.open_modules(roster.cohorts, roster.sites, min_cohort)):
         raise SecureSumError(f"the cohorts of {', '.join(sorted(small))} are below min_cohort = {min_cohort}")
-    if unknown := set(roster.modules_of(secrets.site)) - set(modules):
-        raise SecureSumError(
-            f"the roster has this site in the cohort of {', '.join(sorted(unknown))}; not trained here"
-        )
     seeds = {module: os.urandom(KEY_BYTES) for module in roster.modules_of(secrets.site)}
     shared = [
         create_shares(secret, roster.threshold, len(roster.sites)) for secret in (secrets.mask_key, *seeds.values())
@@ -122,9 +115,14 @@ def site_masked(
     """Third answer: the masked vector of every module that is open among the sites that sent shares.
 
     ``changes``, ``weights`` and ``specs`` by module; a module without a weight was not updated here and adds zeros.
-    ``reply``: the training reply without modules, with its declaration. Raises SecureSumError.
+    ``reply``: the training reply without modules, with its declaration. Raises SecureSumError, also where the roster
+    has this site in the cohort of a module that it does not train.
     """
     roster = _roster(secrets)
+    if unknown := set(roster.modules_of(secrets.site)) - set(specs):
+        raise SecureSumError(
+            f"the roster has this site in the cohort of {', '.join(sorted(unknown))}; not trained here"
+        )
     after = replace(secrets, stage="masked", mask_key=b"", share_key=b"", seeds={}, held=_opened(secrets, request))
     cohorts = protocol.open_modules(roster.cohorts, after.held, min_cohort)
     vectors = {}

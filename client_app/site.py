@@ -33,17 +33,34 @@ EXPERIMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 STARTED_FROM = "started_from"
 
 
+class ConsentError(RuntimeError):
+    """The method asks for something that the site's own config does not allow to travel."""
+
+
 class IdleNode(Exception):
     """A simulated node beyond the partition's last site."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """One opened site. ``folder`` holds its ledger, log and state for this experiment."""
+    """One opened site. ``folder`` holds its ledger, log and state for this experiment.
+
+    ``consents``: what the hospital's own node config allows to travel that is kept back by default; None in a
+    simulation, which has nobody to ask.
+    """
 
     name: str
     data: SiteData
     folder: Path
+    consents: frozenset[str] | None = None
+
+    def check_consent(self, what: str) -> None:
+        """Raises ConsentError unless the hospital's node config names this among its ``consents``."""
+        if self.consents is not None and what not in self.consents:
+            raise ConsentError(
+                f"the method would send {what!r}, which this site's node config does not allow; add it to 'consents' "
+                "there, or take part with another setting"
+            )
 
     def save_state(self, name: str, server_round: int, state: Mapping[str, torch.Tensor], last_accepted: int) -> None:
         """Keeps tensors as they are after a round, atomically, and drops those that no round can start from again.
@@ -98,7 +115,8 @@ def open_site(settings: Settings, node_config: Mapping[str, Any], folder: Path) 
         cache_dir = settings.data.cache_dir or str(Path(settings.reporting.runs_dir).expanduser() / ".cache")
         reads = _reads_reports(settings)
         data = _simulated_data(*_simulation_key(settings), cache_dir, reads, _partition_id(node_config))
-    return Site(data.name, data, folder)
+    consents = frozenset(names_in(str(node_config.get("consents", "")))) if is_hospital(node_config) else None
+    return Site(data.name, data, folder, consents)
 
 
 def is_hospital(node_config: Mapping[str, Any]) -> bool:
@@ -149,7 +167,8 @@ def write_partition(settings: Settings, path: Path) -> None:
 
 
 def _simulation_key(settings: Settings) -> tuple[DataArea, int, bool]:
-    pooled = bool(getattr(registry.find(settings.method).strategy, "pools_training_data", False))
+    strategy = registry.find(settings.method).strategy
+    pooled = bool(getattr(strategy, "pools_training_data", False) or getattr(settings.options, "pooled", False))
     return settings.data, settings.seed, pooled
 
 

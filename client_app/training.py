@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from client_app.site import Site
 from datasets.records import Split
-from datasets.transforms import random_crop, random_flip, to_input
+from datasets.transforms import Normalisation, random_crop, random_flip, to_input
 from federation import seeding, wire
 from federation.settings import Settings
 from models.losses import LOSSES
@@ -140,20 +140,28 @@ def fit(
     site: Site,
     job: Job,
     *,
-    objective: Callable[[Tensor, Tensor], Tensor] | None = None,
+    rows: np.ndarray | None = None,
+    load: Callable[[np.ndarray, torch.Generator], tuple[Tensor | None, ...]] | None = None,
+    objective: Callable[..., Tensor] | None = None,
     optimiser: torch.optim.Optimizer | None = None,
     penalty: Callable[[], Tensor] | None = None,
     after_step: Callable[[], None] | None = None,
+    epochs: int | None = None,
+    clip: float = 0.0,
 ) -> Fit:
     """Trains a network in place on the site's training split.
 
-    ``objective``: ``(images, targets) -> scalar`` of a batch on the job's device (default `batch_loss`); ``optimiser``
+    ``rows``: samples to train on (default `usable`); ``load``: what of them the objective takes (default `load_batch`);
+    ``objective``: scalar of a batch on the job's device (default `batch_loss` of ``(images, targets)``); ``optimiser``
     over the network's parameters (default `optimiser_for`). ``penalty`` is added to every batch's loss (FedProx);
-    ``after_step`` runs after every optimiser step (SCAFFOLD). A site with one sample trains with BatchNorm in
-    evaluation mode. Raises Diverged.
+    ``after_step`` runs after every optimiser step (SCAFFOLD). ``epochs``: default ``training.epochs``; ``clip``: the
+    gradient's largest L2 norm, 0 for none. A site with one sample trains with BatchNorm in evaluation mode. Raises
+    Diverged.
     """
     area, split = job.settings.training, site.data.splits["train"]
-    rows = usable(split)
+    normalise = job.settings.model.normalise
+    rows = usable(split) if rows is None else rows
+    load = load or (lambda picked, generator: load_batch(split, picked, area.augment, generator, normalise))
     network.to(job.device).train()
     if len(rows) == 1:
         freeze_batch_norm(network)
@@ -164,13 +172,15 @@ def fit(
     result = Fit(num_examples=len(rows))
     draws = seeding.generator(job.settings.seed, "batches", job.server_round, site.name)
     with seeding.scope(job.settings.seed, "training", job.server_round, site.name):
-        for _ in range(area.epochs):
+        for _ in range(epochs or area.epochs):
             result.losses = []
             for picked in batches(len(rows), area.batch_size, draws):
-                images, targets = load_batch(split, rows[picked.numpy()], area.augment, draws)
-                loss = objective(images.to(job.device), targets.to(job.device))
+                loaded = load(rows[picked.numpy()], draws)
+                loss = objective(*(None if part is None else part.to(job.device) for part in loaded))
                 optimiser.zero_grad(set_to_none=True)
                 (loss if penalty is None else loss + penalty()).backward()
+                if clip:
+                    nn.utils.clip_grad_norm_(network.parameters(), clip)
                 optimiser.step()
                 if after_step is not None:
                     after_step()
@@ -185,14 +195,19 @@ def fit(
     return result
 
 
-def load_batch(split: Split, rows: np.ndarray, augment: str, draws: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Pixels as network input ``(B, ch, H, W) float32`` and targets ``(B, C) int8``; augmented by the draws given."""
+def load_batch(
+    split: Split, rows: np.ndarray, augment: str, draws: torch.Generator, normalise: Normalisation = "half"
+) -> tuple[Tensor, Tensor]:
+    """Pixels as network input ``(B, ch, H, W) float32`` and targets ``(B, C) int8``; augmented by the draws given.
+
+    ``normalise``: the run's ``model.normalise``.
+    """
     images = torch.from_numpy(np.ascontiguousarray(split.images[rows]))
     if augment in ("flip", "crop_flip"):
         images = random_flip(images, draws)
     if augment == "crop_flip":
         images = random_crop(images, draws, padding=max(1, images.shape[1] // 8))
-    return to_input(images), torch.from_numpy(split.targets[rows])
+    return to_input(images, normalise=normalise), torch.from_numpy(split.targets[rows])
 
 
 def batch_loss(network: nn.Module, images: Tensor, targets: Tensor, task: str, precision: torch.dtype | None) -> Tensor:

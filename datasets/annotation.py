@@ -28,12 +28,7 @@ from datasets.annotation_pool import RULES, Pool, new_pool, receive
 from datasets.annotation_store import change, check_data, read_pool
 from datasets.catalogue import open_manifest
 from datasets.records import PRESENT, UNKNOWN, DataError, Manifest
-
-
-def sample_ids(manifest: Manifest) -> tuple[str, ...]:
-    """One row key a sample, in the manifest's order: its image's path, or ``row N`` (from 0) where it has none."""
-    paths = manifest.table["image"] if "image" in manifest.table.columns else [""] * len(manifest)
-    return tuple(path or f"row {row}" for row, path in enumerate(paths))
+from datasets.site import sample_ids as sample_ids
 
 
 def site_pool(manifest: Manifest) -> Pool:

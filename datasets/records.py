@@ -68,7 +68,7 @@ class Split:
     ``studies`` and ``patients`` ``(n,) int64``: equal numbers are one study, one patient, at this site and across its
     splits. The identifiers themselves stay in the manifest.
     ``dropped`` samples were left out since they have nothing to learn from, ``unreadable`` have an image that cannot
-    be decoded.
+    be decoded. ``ids``: the samples' row keys (`datasets.site.sample_ids`); they never leave the site.
     """
 
     images: np.ndarray
@@ -80,6 +80,7 @@ class Split:
     patients: np.ndarray | None = None
     dropped: int = 0
     unreadable: int = 0
+    ids: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -87,10 +88,14 @@ class Split:
 
 @dataclass(frozen=True)
 class SiteData:
-    """What one site trains and evaluates on. ``splits`` has the keys train, val and test; a split may be empty."""
+    """What one site trains and evaluates on. ``splits`` has the keys train, val and test; a split may be empty.
+
+    ``checksum`` covers the site's rows and targets, ``manifest_sha256`` is that of the whole manifest they are from.
+    """
 
     name: str
     labels: tuple[str, ...]
     task: Task
     splits: Mapping[str, Split]
     checksum: str
+    manifest_sha256: str = ""

@@ -46,6 +46,12 @@ def class_counts(targets: np.ndarray) -> ClassCounts:
     return ClassCounts(*((targets == value).sum(axis=0, dtype=np.int64) for value in (PRESENT, ABSENT, UNKNOWN)))
 
 
+def sample_ids(manifest: Manifest) -> tuple[str, ...]:
+    """One row key a sample, in the manifest's order: its image's path, or ``row N`` (from 0) where it has none."""
+    paths = manifest.table["image"] if "image" in manifest.table.columns else [""] * len(manifest)
+    return tuple(path or f"row {row}" for row, path in enumerate(paths))
+
+
 def present_modalities(manifest: Manifest) -> np.ndarray:
     """Which rows have an image and which a report, ``(n, 2) bool``, without opening a file.
 
@@ -113,7 +119,7 @@ def load_site(
         pixels[split], unreadable[split] = _in_place(images, mask[stays, IMAGE]), int((~is_read).sum())
 
     together, ends = np.concatenate(list(kept.values())), np.cumsum([len(part) for part in kept.values()])[:-1]
-    reports = manifest.table["report"].to_numpy()
+    reports, ids = manifest.table["report"].to_numpy(), sample_ids(manifest)
     has_reports = any(mask[:, REPORT].any() for mask in masks.values())
     columns = (label_sources(manifest.table["label_source"].iloc[together]), *_groups(manifest.table.iloc[together]))
     splits = {}
@@ -127,8 +133,9 @@ def load_site(
             *arrays,
             dropped=len(rows[split]) - len(part),
             unreadable=unreadable[split],
+            ids=tuple(ids[row] for row in part),
         )
-    return SiteData(name, manifest.labels, manifest.task, splits, _checksum(manifest, kept))
+    return SiteData(name, manifest.labels, manifest.task, splits, _checksum(manifest, kept), manifest.checksum)
 
 
 def _decode(

@@ -40,6 +40,8 @@ ASK_SHARES = "query.secure_shares"
 ASK_MASKED = "train.secure_masked"
 ASK_UNMASK = "query.secure_unmask"
 
+ACTIONS = frozenset({ASK_KEYS, ASK_SHARES, ASK_MASKED, ASK_UNMASK})
+
 PUBLIC_KEYS = "secure.public_keys"
 MASK_KEYS = "secure.mask_keys"
 SHARE_KEYS = "secure.share_keys"

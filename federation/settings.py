@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationErr
 
 from federation import registry
 from federation.metrics import check_selection_metric
+from federation.secure_sum import MAX_SITES
 
 Scalar = bool | int | float | str
 
@@ -102,6 +103,9 @@ class ModelArea(Area):
     width: int = Field(32, ge=4, le=512, description="channels of small_cnn's first layer")
     norm: Literal["batch", "group"] = "batch"
     weights: str = Field("", description="safetensors file with initial backbone weights, the same at every site")
+    normalise: Literal["half", "imagenet"] = Field(
+        "half", description="pixels to input: half is -1 to 1; imagenet is what ImageNet weights expect"
+    )
 
 
 class TrainingArea(Area):
@@ -136,6 +140,9 @@ class PrivacyArea(Area):
     """What a site holds back."""
 
     min_cell: int = Field(0, ge=0, le=1000, description="counts from 1 to this minus 1 are suppressed; 0: none")
+    secure_sum: bool = Field(False, description="updates travel under masks; the server learns their sum only")
+    secure_range: float = Field(8.0, gt=0, le=1e6, description="largest change of one value; larger ones are cut")
+    min_cohort: int = Field(3, ge=3, le=MAX_SITES, description="sites of a module's secure sum; fewer freeze it")
 
 
 class ReportingArea(Area):
@@ -310,13 +317,57 @@ def contradictions(settings: Settings) -> list[str]:
             f"training.batch_size = 1 and data.image_size = {data.image_size}: ResNet-18's last map is one pixel then, "
             "and BatchNorm cannot train on one value; use batch_size 2 or model.norm = 'group'"
         )
+    if model.normalise == "imagenet" and data.channels != 3:
+        found.append(
+            f"model.normalise = 'imagenet' has statistics for 3 channels but data.channels = {data.channels}; use 3, "
+            "which repeats grey images, or 'half'"
+        )
     if training.device == "cpu" and training.precision == "auto":
         found.append("training.precision = 'auto' needs a GPU but training.device = 'cpu'; use 'float32'")
     try:
         check_selection_metric(settings.evaluation.selection_metric)
     except ValueError as error:
         found.append(f"evaluation.selection_metric = {settings.evaluation.selection_metric!r}: {error}")
-    return found + list(getattr(registry.find(settings.method).strategy, "contradictions", lambda _: [])(settings))
+    strategy = registry.find(settings.method).strategy
+    if settings.privacy.secure_sum:
+        found += _unsummable(settings, bool(getattr(strategy, "secure_summable", True)), draws_sites)
+    return found + list(getattr(strategy, "contradictions", lambda _: [])(settings))
+
+
+def _unsummable(settings: Settings, summable: bool, draws_sites: bool) -> list[str]:
+    """What does not go together with a server that sees no single update."""
+    fed, data, found = settings.federation, settings.data, []
+    on = "privacy.secure_sum = true"
+    if not summable:
+        found.append(
+            f"method = {settings.method!r} with {on}: its server needs more than the mean of the updates with whole "
+            "numbers as weights; choose another method or privacy.secure_sum = false"
+        )
+    if fed.norm_bound:
+        found.append(
+            f"federation.norm_bound = {fed.norm_bound} with {on}: nobody sees the norm of a single update; use 0 and "
+            "bound every value with privacy.secure_range"
+        )
+    if fed.max_site_share < 1:
+        found.append(
+            f"federation.max_site_share = {fed.max_site_share} with {on}: a site weighs what it says itself; use 1, or "
+            "federation.weighting = 'equal'"
+        )
+    for key, count in (
+        ("federation.expected_sites", fed.expected_sites),
+        ("federation.sites_per_round", fed.sites_per_round),
+        ("data.num_sites", data.num_sites if draws_sites else 0),
+    ):
+        if count and count < settings.privacy.min_cohort:
+            found.append(
+                f"{key} = {count} is below privacy.min_cohort = {settings.privacy.min_cohort} with {on}: the sum of so "
+                "few sites shows their parts; add sites or use privacy.secure_sum = false"
+            )
+    if draws_sites and min(fed.sites_per_round or data.num_sites, data.num_sites) > MAX_SITES:
+        found.append(
+            f"data.num_sites = {data.num_sites} with {on}: use federation.sites_per_round = {MAX_SITES} or less"
+        )
+    return found
 
 
 def _parse(area: type[Area], values: dict[str, Scalar], prefix: str, problems: list[str]) -> Area | None:

@@ -309,6 +309,7 @@ CODES = {
     "E-EMPTY": "the site has no sample for this",
     "E-MISMATCH": "the message does not fit the site's model or labels",
     "E-DIVERGED": "training gave a number that is not finite",
+    "E-CONSENT": "the site does not consent to send what was asked for",
     "E-EGRESS": "the reply held something that may not leave the site",
     "E-MEMORY": "the site ran out of memory",
     "E-INTERNAL": "the site's code failed",

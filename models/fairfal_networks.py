@@ -6,9 +6,9 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
-from models.networks import resnet18
+from models.networks import SmallCNN, resnet18
 
-NETWORKS = ("cnn4conv", "mobilenet", "resnet18")
+NETWORKS = ("cnn4conv", "mobilenet", "resnet18", "small_cnn")
 
 MOBILENET_BLOCKS = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *((512, 1),) * 5, (1024, 2), (1024, 1))
 """Width and stride of each block (MobileNet, arXiv 1704.04861, with the strides used for 32x32 images)."""
@@ -76,14 +76,22 @@ class ResNet18(FeatureNetwork):
         super().__init__(nn.Sequential(layers), body.fc.in_features, num_labels, pooled=True)
 
 
-def build_feature_network(name: str, *, channels: int, num_labels: int, image_size: int) -> FeatureNetwork:
-    """A network by name, initialised from torch's current generator. Raises ValueError for an unknown name."""
+def build_feature_network(
+    name: str, *, channels: int, num_labels: int, image_size: int, width: int = 32, norm: str = "batch"
+) -> FeatureNetwork:
+    """A network by name, initialised from torch's current generator. Raises ValueError for an unknown name.
+
+    ``width`` and ``norm`` are those of ``small_cnn``, which is not of the paper: it is there for small machines.
+    """
     if name == "cnn4conv":
         return CNN4Conv(channels=channels, num_labels=num_labels, image_size=image_size)
     if name == "mobilenet":
         return MobileNet(channels=channels, num_labels=num_labels)
     if name == "resnet18":
         return ResNet18(channels=channels, num_labels=num_labels, image_size=image_size)
+    if name == "small_cnn":
+        body = SmallCNN(channels=channels, num_labels=num_labels, width=width, norm=norm).features
+        return FeatureNetwork(body, 4 * width, num_labels, pooled=True)
     raise ValueError(f"no network {name!r} with features; there are {', '.join(NETWORKS)}")
 
 

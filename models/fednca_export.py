@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from models.fednca_etf import etf_sha256
@@ -26,21 +27,30 @@ class FoldedNetwork(nn.Module):
     code becomes a constant of each token. Neither keys, values nor class features are computed.
 
     ``images (B, ch, S, S) float32`` -> ``{"probabilities": (B, C), "attention": (B, C, H, W)}``, maps summing to one.
+    Choice: images are -1 to 1 whatever the network was trained on; ``normalise="imagenet"`` brings them to ImageNet's
+    mean and standard deviation (3 channels) here, so that a file's user has one rule for pixels.
     """
 
-    def __init__(self, network: nn.Module, map_size: tuple[int, int]) -> None:
+    def __init__(self, network: nn.Module, map_size: tuple[int, int], normalise: str = "half") -> None:
         super().__init__()
         network.require_ladm("an exported model and its attention maps")
         if network.head.normalize:
             raise ValueError("a head that normalises its features is not linear in them and cannot be folded")
         self.num_labels, self.num_heads, self.map_size = network.num_labels, network.ladm.num_heads, map_size
         self.backbone = copy.deepcopy(network.backbone)
+        self.normalise = normalise
+        if normalise == "imagenet":
+            mean, std = (torch.tensor(part).view(1, 3, 1, 1) for part in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+            self.register_buffer("gain", 0.5 / std)
+            self.register_buffer("shift", (0.5 - mean) / std)
         directions, offsets, constant = _folded(network, map_size)
         self.register_buffer("directions", directions.float().unsqueeze(2))
         self.register_buffer("offsets", offsets.float())
         self.register_buffer("constant", constant.float())
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
+        if self.normalise == "imagenet":
+            images = images * self.gain + self.shift
         tokens = self.backbone(images).flatten(2)
         scores, evidence = (F.conv1d(tokens, self.directions) + self.offsets).chunk(2, dim=1)  # (B, C*heads, T) each
         weights = scores.softmax(dim=2)
@@ -80,6 +90,7 @@ def export_network(
     labels: Sequence[str],
     channels: int,
     image_size: int,
+    normalise: str = "half",
     card: Mapping[str, object] | None = None,
 ) -> bytes:
     """The bytes of a ``.pt2`` file (torch.export) of a `FedNCANetwork` with label attention; the network is untouched.
@@ -88,12 +99,13 @@ def export_network(
 
         extra = {"model.json": ""}
         program = torch.export.load("model.pt2", extra_files=extra).module()
-        out = program(images)  # {"probabilities": (B, C), "attention": (B, C, H, W)}
+        out = program(images)  # pixels as -1 to 1 -> {"probabilities": (B, C), "attention": (B, C, H, W)}
         labels = json.loads(extra["model.json"])["labels"]
 
-    ``card``: JSON values for the file's description, such as how pixels become ``images``. A ``.pt2`` file is a
-    program: load only a file whose origin is known. Ours holds weights as raw bytes and, as its only pickle, an
-    example input of zeros. Choice: torch.export and not TorchScript, which torch has deprecated.
+    ``normalise``: the run's ``model.normalise``, see `FoldedNetwork`. ``card``: JSON values for the file's
+    description. A ``.pt2`` file is a program: load only a file whose origin is known. Ours holds weights as raw bytes
+    and, as its only pickle, an example input of zeros. Choice: torch.export and not TorchScript, which torch has
+    deprecated.
     """
     if len(labels) != network.num_labels:
         raise ValueError(f"{len(labels)} labels for a network of {network.num_labels}")
@@ -108,7 +120,8 @@ def export_network(
     network = copy.deepcopy(network).cpu().eval()
     example = torch.zeros(2, channels, image_size, image_size)
     with torch.no_grad():
-        folded = FoldedNetwork(network, tuple(network.backbone(example).shape[2:])).eval().requires_grad_(False)
+        map_size = tuple(network.backbone(example).shape[2:])
+        folded = FoldedNetwork(network, map_size, normalise).eval().requires_grad_(False)
         program = torch.export.export(
             folded, (example,), dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}}
         )

@@ -69,6 +69,20 @@ class IncongruentNetwork(nn.Module):
         """Names of the modules that this network holds."""
         return tuple(name for name in MODULES if getattr(self, name) is not None)
 
+    @property
+    def backbone(self) -> nn.Module:
+        """The image encoder without its projection, which `model.weights` may initialise."""
+        return self.vision.backbone
+
+    def train(self, mode: bool = True) -> IncongruentNetwork:
+        """As of any module; a module without anything to train stays in evaluation mode, so no BatchNorm moves."""
+        super().train(mode)
+        for name in self.built:
+            part = getattr(self, name)
+            if not any(value.requires_grad for value in part.parameters()):
+                part.eval()
+        return self
+
     def forward(
         self,
         images: Tensor | None,

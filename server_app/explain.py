@@ -169,11 +169,16 @@ def pixels_of(trained: Trained, manifest: Manifest, rows: np.ndarray) -> np.ndar
     return load_pixels(manifest, rows, size=area.image_size, channels=area.channels, cache_dir=None)
 
 
+def input_of(trained: Trained, pixels: np.ndarray) -> Tensor:
+    """``(n, S, S, ch) uint8`` as network input, as in training."""
+    return to_input(torch.from_numpy(pixels.copy()), normalise=trained.settings.model.normalise)
+
+
 def scores_of(trained: Trained, manifest: Manifest, rows: np.ndarray) -> np.ndarray:
     """Scores ``(n, C) float32`` of these rows, a batch in memory at a time."""
     found = np.zeros((len(rows), len(trained.labels)), np.float32)
     for start in range(0, len(rows), BATCH):
-        images = to_input(torch.from_numpy(pixels_of(trained, manifest, rows[start : start + BATCH]).copy()))
+        images = input_of(trained, pixels_of(trained, manifest, rows[start : start + BATCH]))
         with torch.no_grad():
             found[start : start + BATCH] = probabilities(trained.network(images), trained.task).numpy()
     return found
@@ -233,7 +238,7 @@ def _pictures(trained: Trained, pixels: np.ndarray, label: int) -> Iterator[list
     """For each image its own picture and one for every map, as (title, data URI)."""
     if not len(pixels):
         return
-    maps = trained.maps(to_input(torch.from_numpy(pixels.copy())), label)
+    maps = trained.maps(input_of(trained, pixels), label)
     for position, image in enumerate(pixels):
         plain = enlarged(image)
         overlays = [(title, _uri(overlay(plain, found[position]))) for title, found in maps.items()]

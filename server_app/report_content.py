@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from server_app.report_charts import Chart, Point, line_chart
+from server_app.report_collapse import COLLAPSE, COLLAPSE_WORDS, with_collapse
 from server_app.report_tables import (
     Result,
     data_table,
@@ -69,7 +70,7 @@ def page_of(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]], proble
             for section, values in _sections(run.get("settings"))
         ],
         "all_figures": [(metric_name(key), plain(value)) for key, value in result.summary.items()],
-        "glossary": GLOSSARY,
+        "glossary": [*GLOSSARY, *([COLLAPSE_WORDS] if "collapse_cosine" in result.summary else [])],
     }
 
 
@@ -138,8 +139,16 @@ def figures(run: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], result:
 
 
 def remarks(run: Mapping[str, Any], result: Result) -> list[str]:
-    """How the model was chosen, and what the averages leave out and why."""
+    """How sites weigh in the headline, how the model was chosen, and what the averages leave out and why."""
     texts = []
+    if result.headline is not None and (values := site_values(result)):
+        undefined = len(result.per_site) - len(values)
+        texts.append(
+            "The headline pools the examples of all sites. Equal-site mean, the mean over "
+            f"{number_of(len(values), 'site')} of each site's own {spoken(result.headline)}: "
+            f"{plain(statistics.fmean(values.values()))}"
+            + (f" ({number_of(undefined, 'site')} without a value left out)." if undefined else ".")
+        )
     if run.get("selected_round") is not None and run.get("selection_metric"):
         texts.append(
             f"The model kept is that of round {run['selected_round']}, the best on validation data by "
@@ -162,14 +171,16 @@ def charts(
     split = "val" if any(record.get("split") == "val" for record in evaluations) else "test"
     word = {"val": "Validation", "test": "Test"}[split]
     shown = [
-        record for record in evaluations if record.get("split") == split and number(record.get("round")) is not None
+        {**record, "summary": with_collapse(record.get("summary") or {})}
+        for record in evaluations
+        if record.get("split") == split and number(record.get("round")) is not None
     ]
     pooled = [record for record in shown if record.get("scope") == "pooled"]
     name = result.headline or "macro_auroc"
     kept = number(run.get("selected_round"))
 
     def curve(records: Iterable[Mapping[str, Any]], key: str, at: Mapping[Any, float] | None = None) -> list[Point]:
-        pairs = ((record["round"], number((record.get("summary") or {}).get(key))) for record in records)
+        pairs = ((record["round"], number(record["summary"].get(key))) for record in records)
         points = [(at[r] if at is not None else float(r), y) for r, y in pairs if at is None or r in at]
         return sorted(points, key=lambda point: point[0])
 
@@ -178,7 +189,11 @@ def charts(
         total += sum(number(record.get(key)) or 0.0 for key in ("bytes_down", "bytes_up")) / 1e6
         moved[record.get("round")] = total
     scopes = sorted({str(record.get("scope")) for record in shown} - {"pooled"})
-    by_site = [(scope, curve((record for record in shown if record.get("scope") == scope), name)) for scope in scopes]
+
+    def by_site(key: str, low_is_weak: bool = True) -> Chart | None:
+        curves = [(scope, curve((record for record in shown if record.get("scope") == scope), key)) for scope in scopes]
+        return line_chart(f"{word} by site: {metric_name(key)}", "round", few(curves, low_is_weak), kept)
+
     sites = sorted({str(site) for record in rounds for site in record.get("train_loss") or {}})
     losses = [
         (
@@ -192,7 +207,7 @@ def charts(
     ]
     drawn = (
         line_chart(f"{word}, all sites", "round", [(metric_name(key), curve(pooled, key)) for key in CURVES], kept),
-        line_chart(f"{word} by site: {metric_name(name)}", "round", few(by_site), kept),
+        by_site(name),
         line_chart(
             f"{word} against data moved",
             "megabytes, both ways, all sites",
@@ -200,6 +215,7 @@ def charts(
             moved.get(kept) if kept is not None else None,
         ),
         line_chart("Training loss by site", "round", few(losses, low_is_weak=False), kept),
+        *(by_site(key, low_is_weak=key == "collapse_cosine") for key in COLLAPSE),
     )
     return [chart for chart in drawn if chart is not None]
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from server_app.report_collapse import COLLAPSE, pooled_collapse, with_collapse
 from server_app.report_words import (
     METRIC_NAMES,
     NOT_DEFINED,
@@ -30,6 +31,7 @@ SITE_COLUMNS = (
     "balanced_accuracy",
     "worst_recall",
     "loss",
+    *COLLAPSE,
 )
 
 
@@ -81,7 +83,7 @@ def shown_result(run: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]
     """The final test of `run.json`; without one the last pooled evaluation, test before validation."""
     test = (run.get("final") or {}).get("test") or {}
     if test.get("summary"):
-        return Result("held-out test", test["summary"], test.get("per_class") or (), test.get("per_site") or ())
+        return _result("held-out test", test, test.get("per_site") or ())
     for split, word in (("test", "test"), ("val", "validation")):
         pooled = [record for record in evaluations if record.get("split") == split and record.get("scope") == "pooled"]
         if pooled:
@@ -93,8 +95,14 @@ def shown_result(run: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]
                 and record.get("scope") != "pooled"
             ]
             where = f"{word} (round {last.get('round')}, not the final test)"
-            return Result(where, last.get("summary") or {}, last.get("per_class") or (), sites)
+            return _result(where, last, sites)
     return Result()
+
+
+def _result(where: str, pooled: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]) -> Result:
+    sites = [{**site, "summary": with_collapse(site.get("summary") or {})} for site in sites]
+    summary = pooled_collapse(pooled.get("summary") or {}, [site["summary"] for site in sites])
+    return Result(where, summary, pooled.get("per_class") or (), sites)
 
 
 def weakest_site(result: Result) -> Mapping[str, Any] | None:

@@ -20,6 +20,8 @@ METRIC_NAMES = {
     "worst_recall": "Recall, weakest label",
     "loss": "Loss",
     "neg_loss": "Loss, sign turned",
+    "collapse_cosine": "Cosine to the label's direction",
+    "collapse_ratio": "Scatter within labels over between",
 }
 GLOSSARY = (
     ("AUROC", "How often a patient with the finding scores higher than one without: 1 is always, 0.5 is a coin toss."),

@@ -10,8 +10,9 @@ every site, so a run of R rounds takes R + 3 exchanges.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import Any
@@ -25,6 +26,8 @@ from flwr.supercore import log
 from torch import nn
 
 from federation import metrics, wire
+from federation.secure_roster import ACTIONS, ASK_MASKED
+from federation.secure_sum import SecureSumError
 from federation.settings import Settings, names_in
 from models.networks import build_network
 from strategies import gate
@@ -35,6 +38,8 @@ from strategies.evaluation import PooledScores
 from strategies.exchange import exchange, failure
 from strategies.initial import seeded, state_norm
 from strategies.progress import Modules, Observer, Progress, RoundRecord
+from strategies.secure_round import SecureMean, checked_means, cohorts_of
+from strategies.secure_sum import SecureRound
 from strategies.selection import drawn_sites
 
 MODEL = "model"
@@ -66,6 +71,12 @@ class FederatedStrategy(Strategy):
     """Numbers of the method's own in every evaluation, key -> kind; the site half's ``EVALUATION_EXTRA``."""
     pools_training_data = False
     """Whether a simulation puts all training samples at one site (the centralised upper bound)."""
+    secure_summable = True
+    """Whether the mean of the sites' updates is all that the server needs, so that `privacy.secure_sum` can be used.
+
+    A class with a `weigh` or `received` of its own has to say so itself: its site half then has
+    ``weights(update, job)`` with the same weights as whole numbers, and what it sends is what is averaged.
+    """
     reads_reports = False
     """Whether sites read reports, so that samples without an image count too."""
     profile_extra: Mapping[str, str] = {}
@@ -74,6 +85,11 @@ class FederatedStrategy(Strategy):
     """Further ways in which every split is scored, beside the plain one; the site half's ``VIEWS``."""
     answer_numbers: Mapping[str, str] = {}
     """What a site answers to the method's own question (`ask`), key -> kind; the site half's ``ANSWER_NUMBERS``."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if {"weigh", "received"} & set(vars(cls)) and "secure_summable" not in vars(cls):
+            cls.secure_summable = False
 
     def __init__(self, settings: Settings, experiment: str = "experiment") -> None:
         self.settings = settings
@@ -90,6 +106,7 @@ class FederatedStrategy(Strategy):
         self._selected: list[SiteCard] = []
         self._split = ""
         self._timeout = settings.federation.timeout_s
+        self._secure: SecureRound | None = None
         self._observer: Observer | None = None
 
     # -- what a method changes ----------------------------------------------------------------------------------
@@ -150,8 +167,11 @@ class FederatedStrategy(Strategy):
         """Further headline figures of an evaluation; ``pools``: scores by view, "" is the plain one."""
         return {}
 
-    def combine(self, means: Mapping[str, StreamingMean], server_round: int) -> Modules:
-        """The next global state from the mean change of every module that somebody sent. Default: add them."""
+    def combine(self, means: Mapping[str, StreamingMean | SecureMean], server_round: int) -> Modules:
+        """The next global state from the mean change of every module that somebody sent. Default: add them.
+
+        A secure sum gives no mean of integer buffers, and none of a module that too few sites trained.
+        """
         return {
             module: apply_mean(state, means[module].result() if module in means else {})
             for module, state in self.progress.modules.items()
@@ -293,8 +313,11 @@ class FederatedStrategy(Strategy):
         started = time.monotonic()
         self.record = RoundRecord(server_round)
         self._pools = self._empty_pools()
-        messages = self.configure_train(server_round, self.arrays, ConfigRecord(), grid)
-        self.aggregate_train(server_round, self._replies(grid, messages))
+        if self.settings.privacy.secure_sum:
+            self._train_securely(grid, server_round)
+        else:
+            messages = self.configure_train(server_round, self.arrays, ConfigRecord(), grid)
+            self.aggregate_train(server_round, self._replies(grid, messages))
         self.record.seconds = time.monotonic() - started
         assert self._observer is not None
         self._observer.round_done(self.record)
@@ -306,6 +329,80 @@ class FederatedStrategy(Strategy):
             len(self._selected),
             self.record.seconds,
         )
+
+    def _train_securely(self, grid: Grid, server_round: int) -> None:
+        """A round whose updates stay under masks: four exchanges, then their sum. Raises QuorumError without one."""
+        self._choose(server_round)
+        area, limit = self.settings.privacy, gate.MAX_RELATIVE_NORM * max(1.0, self._longest())
+        members: dict[str, dict[str, float]] = {}
+        try:
+            cohorts, specs = cohorts_of({card.site: self.update_specs(card, server_round) for card in self._selected})
+            self._secure = SecureRound(
+                experiment=self.experiment,
+                server_round=server_round,
+                cohorts=cohorts,
+                specs=specs,
+                value_range=area.secure_range,
+                min_cohort=area.min_cohort,
+            )
+            sums = self._secure.run(functools.partial(self._exchange_secure, grid, server_round, members))
+            means = checked_means(sums, members, limit)
+        except SecureSumError as error:
+            reasons = f" ({self._reasons()})" if self.record.refused or self.record.missing else ""
+            raise QuorumError(f"{error}{reasons}. Mend the cause and resume.") from error
+        self.record.frozen = dict(self._secure.frozen)
+        self.record.clipped = {module: total.clipped for module, total in sums.items() if total.clipped}
+        for module, reason in self.record.frozen.items():
+            log(WARNING, "\t├── module %s stays as it is: %s", module, reason)
+        for module, count in self.record.clipped.items():
+            log(WARNING, "\t├── module %s: %s values cut to +-%g", module, count, area.secure_range)
+        if self._split:
+            self._measured(server_round - 1, self._split)
+        self._advance(means, server_round)
+
+    def _exchange_secure(
+        self,
+        grid: Grid,
+        server_round: int,
+        members: dict[str, dict[str, float]],
+        action: str,
+        requests: Mapping[str, RecordDict],
+        add: Callable[[str, RecordDict], None],
+    ) -> None:
+        """One of the four exchanges; the third is the training. Fills ``members``: module -> site -> its weight."""
+        assert self._secure is not None
+        for message in self._replies(grid, self._secure_messages(action, server_round, requests)):
+            sent = self._sent[message.metadata.src_node_id]
+            if (reply := self._gated(message, 0.0)) is not None and self._added(sent, message.content, add):
+                self._pool(reply)
+                if sent.action == ASK_MASKED:
+                    weights = {module: self.weigh(reply, module) for module in self._secure.masked_specs(reply.site)}
+                    for module, weight in weights.items():
+                        members.setdefault(module, {})[reply.site] = weight
+                    self._accept(reply, weights)
+            del message, reply  # one reply at a time is held in memory
+        if action == ASK_MASKED:
+            self._check_quorum(server_round)
+
+    def _secure_messages(self, action: str, server_round: int, requests: Mapping[str, RecordDict]) -> Iterator[Message]:
+        for card in (card for card in self._selected if card.site in requests):
+            config = self._training_config(card, server_round) if action == ASK_MASKED else {}
+            yield self._message(action, card, server_round, config, requests[card.site])
+        if action == ASK_MASKED and self._split:
+            silent = {*requests, *(entry["site"] for entry in self.record.refused + self.record.missing)}
+            others = [card for card in self.table.cards if card.site not in silent]
+            yield from self._evaluation_messages(others, server_round, ConfigRecord())
+
+    def _added(self, sent: _Sent, content: RecordDict, add: Callable[[str, RecordDict], None]) -> bool:
+        """Whether the secure sum took a reply; what it refuses makes its site a dropout."""
+        if sent.action not in ACTIONS:
+            return True
+        try:
+            add(sent.card.site, content)
+        except wire.WireError as error:
+            self._refuse(sent.card.site, str(error), "secure sum")
+            return False
+        return True
 
     def _finish(self, grid: Grid, last: int) -> MetricRecord:
         """Evaluates the last model, chooses, and measures the chosen model on the test split, once."""
@@ -335,19 +432,10 @@ class FederatedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Training messages for the selected sites; where evaluation is due, evaluation messages for the others."""
-        self._selected = self.select_sites(server_round)
-        self._split = "val" if self._evaluation_due(server_round - 1) else ""
+        self._choose(server_round)
         chosen = {card.site for card in self._selected}
-        log(
-            INFO,
-            "configure_train: %s of %s sites: %s",
-            len(chosen),
-            len(self.table.trainable),
-            ", ".join(sorted(chosen)),
-        )
         for card in self._selected:
-            split = self._split if self._split and card.split_sizes[self._split] else ""
-            extra = {**config, **self.round_config(card, server_round), "evaluate": split}
+            extra = {**config, **self._training_config(card, server_round)}
             yield self._message(wire.TRAIN, card, server_round, extra)
         if self._split:
             others = [card for card in self.table.cards if card.site not in chosen]
@@ -358,7 +446,7 @@ class FederatedStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Gates and folds replies one by one, then moves the global state. Raises QuorumError below the quorum."""
         mean = ModularMean()
-        norm = max((state_norm(state) for state in self.progress.modules.values()), default=0.0)
+        norm = self._longest()
         loss = examples = 0.0
         for message in replies:
             if (reply := self._gated(message, norm)) is not None:
@@ -371,7 +459,7 @@ class FederatedStrategy(Strategy):
         self._check_quorum(server_round)
         if self._split:
             self._measured(server_round - 1, self._split)
-        self._advance(mean, server_round)
+        self._advance(mean.means, server_round)
         return self.arrays, MetricRecord({"train-loss-sum": loss, "num-examples": int(examples)})
 
     def configure_evaluate(
@@ -423,14 +511,42 @@ class FederatedStrategy(Strategy):
             self._records[module] = wire.encode(self.progress.modules[module])
         return self._records[module]
 
+    def _longest(self) -> float:
+        """L2 norm of the longest module, which bounds what the update gate lets through."""
+        return max((state_norm(state) for state in self.progress.modules.values()), default=0.0)
+
+    def _choose(self, server_round: int) -> None:
+        self._selected = self.select_sites(server_round)
+        self._split = "val" if self._evaluation_due(server_round - 1) else ""
+        log(
+            INFO,
+            "configure_train: %s of %s sites: %s",
+            len(self._selected),
+            len(self.table.trainable),
+            ", ".join(sorted(card.site for card in self._selected)),
+        )
+
+    def _training_config(self, card: SiteCard, server_round: int) -> dict[str, int | float | str]:
+        split = self._split if self._split and card.split_sizes[self._split] else ""
+        return {**self.round_config(card, server_round), "evaluate": split}
+
     def _config(self, server_round: int) -> ConfigRecord:
         return ConfigRecord({"server_round": server_round, "experiment": self.experiment})
 
-    def _message(self, action: str, card: SiteCard, server_round: int, config: Mapping[str, Any]) -> Message:
+    def _message(
+        self,
+        action: str,
+        card: SiteCard,
+        server_round: int,
+        config: Mapping[str, Any],
+        request: RecordDict | None = None,
+    ) -> Message:
+        """A message to one site; of a secure sum's only the one that trains carries the modules."""
         last_accepted = self.progress.accepted.get(card.site, 0)
         config = ConfigRecord({**self._config(server_round), "last_accepted": last_accepted, **config})
-        content = RecordDict({wire.CONFIG: config})
-        for module in self.sent_modules(card, server_round):
+        content = RecordDict({**(request or {}), wire.CONFIG: config})
+        modules = self.sent_modules(card, server_round) if action not in ACTIONS - {ASK_MASKED} else ()
+        for module in modules:
             content[wire.MODULE + module] = self.module_record(module)
         self.record.bytes_down += wire.size_bytes(content)
         message = Message(content, card.node_id, action, ttl=self._timeout, group_id=str(server_round))
@@ -462,7 +578,7 @@ class FederatedStrategy(Strategy):
         """
         assert self._observer is not None
         self.record = RoundRecord(server_round)
-        messages = [self._message(wire.ASK, card, server_round, config or {}) for card in cards]
+        messages = (self._message(wire.ASK, card, server_round, config or {}) for card in cards)
         for message in self._replies(grid, messages):
             if (reply := self._gated(message, 0.0)) is not None:
                 yield self._sent[message.metadata.src_node_id].card, dict(reply.numbers[wire.EXTRA])
@@ -478,6 +594,9 @@ class FederatedStrategy(Strategy):
         evaluation = wire.evaluation_payload(splits, len(labels), bins, self.table.task, self.evaluation_extra)
         if action == wire.EVALUATE:
             return evaluation
+        if action in ACTIONS:
+            assert self._secure is not None
+            return self._secure.payload(action, card.site, wire.train_payload({}, evaluation, self.train_extra))
         return wire.train_payload(self.update_specs(card, server_round), evaluation, self.train_extra)
 
     def _gated(self, message: Message, reference_norm: float) -> gate.Reply | None:
@@ -504,9 +623,12 @@ class FederatedStrategy(Strategy):
             reply, reason = gate.inspect(message.content, expected, self.received)
         self._answered.add(card.site)
         if reply is None:
-            self.record.refused.append({"site": card.site, "reason": reason})
-            log(WARNING, "\t├── %s refused by the update gate: %s", card.site, reason)
+            self._refuse(card.site, reason, "update gate")
         return reply
+
+    def _refuse(self, site: str, reason: str, by: str) -> None:
+        self.record.refused.append({"site": site, "reason": reason})
+        log(WARNING, "\t├── %s refused by the %s: %s", site, by, reason)
 
     def _pool(self, reply: gate.Reply) -> None:
         for view, pool in self._pools.items():
@@ -524,6 +646,9 @@ class FederatedStrategy(Strategy):
             for module, arrays in reply.changes.items()
         }
         mean.add(reply.site, changes, weights)
+        self._accept(reply, weights)
+
+    def _accept(self, reply: gate.Reply, weights: Mapping[str, float]) -> None:
         self.record.weights[reply.site] = max(weights.values(), default=0.0)
         self.record.accepted.append(reply.site)
         self.record.extra[reply.site] = dict(reply.numbers.get(wire.EXTRA, {}))
@@ -533,16 +658,16 @@ class FederatedStrategy(Strategy):
         good = len(self.record.accepted)
         if good >= self.quorum():
             return
-        reasons = "; ".join(
-            f"{entry['site']}: {entry['reason']}" for entry in self.record.refused + self.record.missing
-        )
         raise QuorumError(
-            f"round {server_round}: {good} usable replies, {self.quorum()} needed (federation.min_sites); {reasons}. "
-            "The state before this round is kept; mend the cause and resume."
+            f"round {server_round}: {good} usable replies, {self.quorum()} needed (federation.min_sites); "
+            f"{self._reasons()}. The state before this round is kept; mend the cause and resume."
         )
 
-    def _advance(self, mean: ModularMean, server_round: int) -> None:
-        modules = self.combine(mean.means, server_round)
+    def _reasons(self) -> str:
+        return "; ".join(f"{entry['site']}: {entry['reason']}" for entry in self.record.refused + self.record.missing)
+
+    def _advance(self, means: Mapping[str, StreamingMean | SecureMean], server_round: int) -> None:
+        modules = self.combine(means, server_round)
         self._check_same_names(self.progress.modules, modules)
         self.progress.modules = modules
         self.progress.server_round = server_round

@@ -15,6 +15,7 @@ class Centralised(FederatedStrategy):
     """FedAvg over one training site."""
 
     pools_training_data = True
+    secure_summable = False
 
     def quorum(self) -> int:
         return 1

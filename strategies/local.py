@@ -17,6 +17,7 @@ class Local(FederatedStrategy):
     """No module comes back, so the global state stays the common start."""
 
     selects_model = False
+    secure_summable = False
 
     def trained_modules(self, card: SiteCard, server_round: int) -> tuple[str, ...]:
         return ()

@@ -35,7 +35,11 @@ class Progress:
 
 @dataclass
 class RoundRecord:
-    """What one exchange of training did: who was in, who was not and why."""
+    """What one exchange of training did: who was in, who was not and why.
+
+    ``frozen``: modules that a secure sum had too few sites for, with the reason. ``clipped``: values that it cut to the
+    declared range, by module, over all sites.
+    """
 
     round: int
     seconds: float = 0.0
@@ -47,6 +51,8 @@ class RoundRecord:
     train_loss: dict[str, float | None] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     extra: dict[str, dict[str, float]] = field(default_factory=dict)
+    frozen: dict[str, str] = field(default_factory=dict)
+    clipped: dict[str, int] = field(default_factory=dict)
 
 
 class Observer(Protocol):

@@ -27,6 +27,8 @@ CONTROL = "control"
 class Scaffold(FederatedStrategy):
     """FedAvg plus the server's control variate."""
 
+    secure_summable = False
+
     @staticmethod
     def contradictions(settings: Settings) -> list[str]:
         """Option II divides by steps * lr, which is the step size of SGD only."""

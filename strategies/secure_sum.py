@@ -1,14 +1,14 @@
 """The server's half of the secure sum: one round, four exchanges, a sum of every module and nothing of a single site.
 
-`SecureRound` holds a round in memory and knows no transport: each ``*_requests`` closes the exchange before and gives
-the next requests by site; each ``add_*`` takes one reply, whole or not at all. A reply that an ``add_*`` refuses makes
-its site a dropout; too few sites raise SecureSumError from the next ``*_requests``, and the global state is kept. See
-`federation.secure_sum` for the protocol.
+`SecureRound` holds a round in memory and knows no transport (`run` is given one): each ``*_requests`` closes the
+exchange before and gives the next requests by site; each ``add_*`` takes one reply, whole or not at all. A reply that
+an ``add_*`` refuses makes its site a dropout; too few sites raise SecureSumError from the next ``*_requests``, and the
+global state is kept. See `federation.secure_sum` for the protocol.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import numpy as np
 from flwr.app import ConfigRecord, RecordDict
@@ -30,6 +30,9 @@ from federation.secure_sum import (
     vector_size,
 )
 from federation.wire import TensorSpec
+
+Exchanged = Callable[[str, Mapping[str, RecordDict], Callable[[str, RecordDict], None]], None]
+"""Sends an action's requests (by site) and hands every usable reply to the function given, with the site's name."""
 
 
 class SecureRound:
@@ -69,6 +72,28 @@ class SecureRound:
         if self._roster is None:
             raise SecureSumError("the roster is not closed yet; ask for the shares first")
         return self._roster
+
+    def run(self, exchanged: Exchanged) -> dict[str, ModuleSum]:
+        """All four exchanges; see the class. Raises SecureSumError where a sum cannot be had."""
+        members = sorted({site for cohort in self._cohorts.values() for site in cohort})
+        exchanged(protocol.ASK_KEYS, dict.fromkeys(members, RecordDict()), self.add_keys)
+        exchanged(protocol.ASK_SHARES, self.share_requests(), self.add_shares)
+        exchanged(protocol.ASK_MASKED, self.masked_requests(), self.add_masked)
+        exchanged(protocol.ASK_UNMASK, self.unmask_requests(), self.add_unmask)
+        return self.result()
+
+    def payload(self, action: str, site: str, reply: wire.Payload) -> wire.Payload:
+        """The declaration of a site's reply to one of the four actions.
+
+        ``reply``: that of a training reply without modules, which the masked vectors travel with.
+        """
+        if action == protocol.ASK_KEYS:
+            return protocol.keys_payload()
+        if action == protocol.ASK_SHARES:
+            return protocol.shares_payload(self.roster, site)
+        if action == protocol.ASK_MASKED:
+            return protocol.masked_payload(self.masked_specs(site), reply)
+        return self.unmask_payload()
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ def upto(sites, stage):
 
 
 def shares(secrets, request, **changes):
-    options = {"experiment": EXPERIMENT, "modules": tuple(SPECS), "min_cohort": 3} | changes
+    options = {"experiment": EXPERIMENT, "min_cohort": 3} | changes
     return half.site_shares(secrets, request, **options)
 
 
@@ -115,12 +115,17 @@ def test_a_roster_that_does_not_fit_this_site_is_refused(tmp_path):
     secrets = kept(sites["a"], "keys")
     with pytest.raises(SecureSumError, match="does not hold the keys that this site sent"):
         shares(replace(secrets, mask_key=new_private_key()), requests["a"])
-    with pytest.raises(SecureSumError, match="cohort of head; not trained here"):
-        shares(secrets, requests["a"], modules=("body",))
     with pytest.raises(SecureSumError, match="cohorts of body, head are below min_cohort = 5"):
         shares(secrets, requests["a"], min_cohort=5)
     with pytest.raises(SecureSumError, match="min_cohort is 2, expected at least 3"):
         shares(secrets, requests["a"], min_cohort=2)
+
+
+def test_a_module_that_is_not_trained_here_gets_no_vector(tmp_path):
+    sites = hospitals(tmp_path, 4)
+    _, requests = upto(sites, "masked")
+    with pytest.raises(SecureSumError, match="cohort of head; not trained here"):
+        masked(kept(sites["a"], "shares"), requests["a"], sites["a"], specs={"body": SPECS["body"]})
 
 
 def test_no_vector_leaves_for_a_cohort_that_shrank(tmp_path):

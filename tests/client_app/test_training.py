@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +26,8 @@ from client_app.training import (
 )
 from datasets.records import SiteData, Split
 from federation import wire
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(job, labels=("cat", "dog")):
@@ -162,6 +166,28 @@ def test_training_lowers_the_loss_of_its_own_samples(opened):
     before = batch_loss(network.train(), images, targets, "multilabel", None).item()
     fit(network, site, job)
     assert batch_loss(network.train(), images, targets, "multilabel", None).item() < 0.7 * before
+
+
+def test_a_batch_has_the_statistics_of_the_run(opened):
+    site, job = opened(data__channels=3, model__normalise="imagenet")
+    split = site.data.splits["train"]
+    images, _ = load_batch(split, np.arange(9), "none", torch.Generator(), job.settings.model.normalise)
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    np.testing.assert_allclose(images.permute(0, 2, 3, 1).numpy(), (split.images / 255 - mean) / std, atol=1e-5)
+
+
+@pytest.mark.parametrize("room", ["client_app", "server_app"])
+def test_whoever_makes_network_input_says_which_statistics(room):
+    """A call without would train on one input and be measured on another once ``model.normalise`` is set."""
+    silent = [
+        f"{path.name}:{call.lineno}"
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call)
+        and getattr(call.func, "id", getattr(call.func, "attr", "")) in ("load_batch", "to_input")
+        and "normalise" not in ast.unparse(call)
+    ]
+    assert not silent, "pass job.settings.model.normalise"
 
 
 @pytest.mark.parametrize("augment", ["none", "flip", "crop_flip"])

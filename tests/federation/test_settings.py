@@ -86,6 +86,7 @@ CONTRADICTIONS = {
         {"training.device": "cpu", "training.precision": "auto"},
         ["training.precision", "training.device"],
     ),
+    "ImageNet statistics on grey images": ({"model.normalise": "imagenet"}, ["model.normalise", "data.channels = 1"]),
     "misspelt selection metric": ({"evaluation.selection_metric": "macro_aurok"}, ["macro_aurok", "'macro_auroc'"]),
     "scaffold needs plain steps": ({"method": "scaffold", "training.optimizer": "adamw"}, ["scaffold", "adamw", "sgd"]),
 }

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from datasets.transforms import to_input
 from models.fednca import build_fednca, etf_sha256, simplex_etf
 from models.fednca_export import FoldedNetwork, export_network
 from models.fednca_maps import attention_maps
@@ -117,6 +118,16 @@ def test_every_batch_size_runs_on_the_larger_backbones(backbone, options):
     program, _ = load(export_network(network, labels=LABELS, channels=3, image_size=options["image_size"]))
     for count in (1, 2, 5):
         assert_same(program, network, pictures(count, 3, options["image_size"]))
+
+
+def test_file_of_a_network_on_imagenet_statistics_takes_minus_one_to_one_too():
+    network = trained(channels=3)
+    pixels = torch.randint(0, 256, (3, 16, 16, 3), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    program, _ = load(export_network(network, labels=LABELS, channels=3, image_size=16, normalise="imagenet"))
+    found = program(to_input(pixels))
+    images = to_input(pixels, normalise="imagenet")
+    torch.testing.assert_close(found["probabilities"], network(images).sigmoid(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(found["attention"], attention_maps(network, images), atol=1e-5, rtol=0)
 
 
 def test_file_holds_raw_weights_and_no_picture_of_a_patient():

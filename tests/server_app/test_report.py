@@ -309,6 +309,68 @@ def test_unknown_summary_keys_are_printed_and_multiclass_leads_with_its_accuracy
     assert "It does worst" not in text, "two equal sites: none is the weakest"
 
 
+def test_equal_site_mean_stands_beside_the_pooled_headline(tmp_path, finished):
+    run, records = finished
+    own = [site["summary"]["macro_auroc"] for site in run["final"]["test"]["per_site"]]
+    text = Page(written(tmp_path / "run", run, records)).text
+    sentence = "Equal-site mean, the mean over 5 sites of each site's own mean AUROC over labels: "
+    assert f"{sentence}{sum(own) / 5:.3f}." in text
+    sites = [dict(site) for site in run["final"]["test"]["per_site"]]
+    sites[0]["summary"] = sites[0]["summary"] | {"macro_auroc": None}
+    final = {"test": run["final"]["test"] | {"per_site": sites}}
+    text = Page(written(tmp_path / "undefined", run | {"final": final}, records)).text
+    four = sentence.replace("5 sites", "4 sites")
+    assert f"{four}{sum(own[1:]) / 4:.3f} (1 site without a value left out)." in text
+
+
+def collapsed(within, between, cosine, labels):
+    return dict(
+        zip(
+            ("collapse_within", "collapse_between", "collapse_cosine", "collapse_labels"),
+            (within, between, cosine, labels),
+            strict=True,
+        )
+    )
+
+
+def test_neural_collapse_is_drawn_by_site_where_a_run_measures_it(tmp_path, finished):
+    """The third site has no label with two examples: its zeros are no cosine of 0, and enter no mean."""
+    run, records = json.loads(json.dumps(finished))
+    numbers = {
+        "mhh": collapsed(2.0, 4.0, 0.6, 5),
+        "nih_a AP": collapsed(1.0, 4.0, 0.8, 5),
+        "nih_a PA": collapsed(0.0, 0.0, 0.0, 0),
+    }
+    run["final"]["test"]["summary"] |= collapsed(1.2, 3.3, 0.5, 4.0)
+    run["final"]["test"]["per_site"] = run["final"]["test"]["per_site"][:3]
+    for site in run["final"]["test"]["per_site"]:
+        site["summary"] |= numbers[site["site"]]
+    for record in records:
+        if record["kind"] == "evaluation" and record["scope"] in numbers:
+            record["summary"] |= numbers[record["scope"]]
+    page = written(tmp_path / "run", run, records)
+    text = Page(page).text
+    assert page.count("<svg viewBox") == 6 and written(tmp_path / "none", *finished).count("<svg viewBox") == 4
+    assert "Validation by site: Cosine to the label's direction" in text
+    cosines = text[text.index("Validation by site: Cosine") :]
+    assert re.match(r"(.*?) mhh 0\.600 nih_a AP 0\.800 dashed", cosines)
+    ratios = text[text.index("Validation by site: Scatter within labels over between") :]
+    assert re.match(r"(.*?) mhh 0\.500 nih_a AP 0\.250 dashed", ratios)
+    table = text[text.index("By site, held-out test data") :]
+    assert re.search(r"mhh .*?0\.600 0\.500.*? nih_a AP .*?0\.800 0\.250.*? nih_a PA .*?not defined not defined", table)
+    assert "Cosine to the label's direction 0.700 Scatter within labels over between 0.375" in text, "equal-site means"
+    assert "collapse" not in text.replace("Neural collapse", "")
+
+
+def test_collapse_of_no_site_is_not_defined(tmp_path, finished):
+    run = json.loads(json.dumps(finished[0]))
+    run["final"]["test"]["summary"] |= collapsed(0.0, 0.0, 0.0, 0.0)
+    for site in run["final"]["test"]["per_site"]:
+        site["summary"] |= collapsed(0.0, 0.0, 0.0, 0)
+    text = Page(written(tmp_path / "run", run, [])).text
+    assert "Cosine to the label's direction not defined Scatter within labels over between not defined" in text
+
+
 def test_many_sites_are_drawn_as_weakest_median_and_best(tmp_path):
     page = written(tmp_path / "run", *full_run([f"site-{i:02d}" for i in range(12)]))
     assert "median of 12 sites" in page

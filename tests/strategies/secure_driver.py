@@ -48,7 +48,6 @@ class Hospital:
                 half.take(self.folder, self.server_round, "keys"),
                 request,
                 experiment=EXPERIMENT,
-                modules=tuple(self.changes),
                 min_cohort=self.min_cohort,
             )
         elif stage == "masked":
@@ -57,7 +56,7 @@ class Hospital:
                 request,
                 self.changes,
                 self.weights,
-                specs=SPECS,
+                specs={module: SPECS[module] for module in self.changes},
                 value_range=RANGE,
                 min_cohort=self.min_cohort,
                 reply=(training_reply(self.server_round), TRAIN),

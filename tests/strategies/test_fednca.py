@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from federation import wire
 from federation.settings import Settings, SettingsError
@@ -319,6 +319,58 @@ def test_options_that_make_no_network_are_refused_before_anything_runs(config, t
     with pytest.raises(SettingsError, match=reason):
         run(config(**{f"fednca__{key}": value for key, value in changes.items()}))
     assert not (tmp_path / "runs").exists()
+
+
+SGD = {"training__optimizer": "sgd", "training__lr": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, True),  # the preset of the other methods
+        ({"training__lr": 0.005}, True),
+        ({"training__lr": 0.002}, False),
+        ({"training__lr": 0.01, "training__momentum": 0.0}, False),  # as long a step as 0.001 with momentum
+        ({"fednca__head": "etf"}, True),
+        ({"fednca__head": "linear"}, False),
+        ({"training__optimizer": "adamw"}, False),
+    ],
+    ids=str,
+)
+def test_sgd_at_a_rate_that_diverges_is_refused_with_one_that_does_not(config, changes, refused):
+    run_config = config(**{**SGD, **changes})
+    if not refused:
+        Settings.from_run_config(run_config)
+        return
+    with pytest.raises(SettingsError, match=r"sum over the labels .*'adamw' with training.lr = 0.001") as error:
+        Settings.from_run_config(run_config)
+    assert len(error.value.problems) == 1
+
+
+# -- ImageNet's statistics --------------------------------------------------------------------------------------------
+
+
+def test_sites_train_and_measure_on_the_statistics_of_the_run(config):
+    runs = {
+        name: run(config(data__channels=3, model__normalise=name, federation__rounds=1))
+        for name in ("half", "imagenet")
+    }
+    assert runs["half"].model_sha256 != runs["imagenet"].model_sha256
+    assert runs["half"].metrics["loss"] != runs["imagenet"].metrics["loss"]
+    assert run_json(runs["imagenet"].run_dir)["settings"]["model"]["normalise"] == "imagenet"
+
+
+@pytest.mark.parametrize(("normalise", "warnings"), [("half", 1), ("imagenet", 0)])
+def test_given_weights_on_other_statistics_are_used_with_a_warning(config, monkeypatch, tmp_path, normalise, warnings):
+    said = []
+    monkeypatch.setattr("strategies.initial.log", lambda level, text: said.append(text))
+    start = start_of(config(data__channels=3))
+    weights = {name.removeprefix("backbone."): value + 1 for name, value in start.items() if "backbone" in name}
+    save_file(weights, tmp_path / "weights.safetensors")
+    path = str(tmp_path / "weights.safetensors")
+    state = start_of(config(data__channels=3, model__weights=path, model__normalise=normalise))
+    assert all(torch.equal(state[f"backbone.{name}"], value) for name, value in weights.items())
+    assert len(said) == warnings and all("model.normalise = 'imagenet'" in text for text in said)
 
 
 # -- the same bits ----------------------------------------------------------------------------------------------------

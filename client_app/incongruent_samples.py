@@ -1,0 +1,139 @@
+"""What `incongruent` reads of a site's samples: which modalities, tokens, label sources. Report text is read here only.
+
+The tokens of a report go into the site's own text encoder and nowhere else. Profiles are those of the project's
+incongruent specification, section 2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from client_app.site import Site
+from client_app.training import load_batch
+from datasets.records import IMAGE, REPORT, SiteData, Split
+from federation.settings import Settings
+from models.incongruent_asymmetric import SOURCE_SMOOTHING, SOURCE_TRUST, SOURCES
+from models.text import Tokenizer, build_tokenizer
+
+EMPTY_REPORT = "."
+"""What zero-filling puts in place of a report: something for the encoder to read that says nothing."""
+
+
+def modality_mask(split: Split, options) -> np.ndarray:
+    """Which samples have an image and which a report, ``(n, 2) bool``, as far as this run uses them."""
+    if split.present is not None:
+        present = split.present.copy()
+    else:
+        told = [bool(report.strip()) for report in split.reports] or [False] * len(split)
+        present = np.column_stack([np.ones(len(split), bool), np.array(told, bool)])
+    if options.modality == "image":
+        present[:, REPORT] = False
+    elif options.modality == "text":
+        present[:, IMAGE] = False
+    return present
+
+
+def learnable(split: Split, settings: Settings) -> np.ndarray:
+    """Rows with a known label and a modality that this run uses, ``(n,) int64``."""
+    known = (split.targets >= 0).any(axis=1)
+    return np.flatnonzero(known & modality_mask(split, settings.options).any(axis=1))
+
+
+def modalities(data: SiteData, settings: Settings) -> list[str]:
+    """The modalities of the training samples, in the card's words."""
+    found = modality_mask(data.splits["train"], settings.options).any(axis=0)
+    return [name for name, there in (("image", found[IMAGE]), ("report", found[REPORT])) if there]
+
+
+@functools.lru_cache(maxsize=2)
+def tokenizer(folder: str, vocab_size: int) -> Tokenizer:
+    """The run's tokeniser, made once a process."""
+    return build_tokenizer(folder, vocab_size=vocab_size)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """One split as the network takes it. ``zero_fill``: what is absent is a black image or an empty report."""
+
+    split: Split
+    real: Tensor  # (n, 2) bool: what is really there
+    present: Tensor  # (n, 2) bool: what the network is given
+    tokens: Tensor | None  # (n, L) int64
+    sources: Tensor  # (n,) int64, positions in SOURCES
+    studies: Tensor  # (n,) int64
+    patients: Tensor  # (n,) int64
+
+    def load(self, rows: np.ndarray, augment: str, draws: torch.Generator) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Rows, images ``(B, ch, H, W)`` (None where no row has one) and targets ``(B, C)`` of a batch."""
+        images, targets = load_batch(self.split, rows, augment, draws)
+        index = torch.from_numpy(rows)
+        return index, images if self.present[index, IMAGE].any() else None, targets
+
+    def tokens_of(self, rows: Tensor) -> Tensor | None:
+        return None if self.tokens is None else self.tokens[rows]
+
+
+def read_samples(split: Split, settings: Settings, *, reads_text: bool) -> Samples:
+    """A split's inputs; reports are tokenised once, and only where the site has a text encoder."""
+    options = settings.options
+    real = torch.from_numpy(modality_mask(split, options))
+    zero_fill = options.agg_mode == "zero_fill"
+    present = torch.ones_like(real) if zero_fill else real.clone()
+    tokens = None
+    if reads_text:
+        reports = list(split.reports) or [""] * len(split)
+        if zero_fill:
+            reports = [report if told else EMPTY_REPORT for report, told in zip(reports, real[:, REPORT], strict=True)]
+        tokens = tokenizer(options.text_dir, options.vocab_size)(reports).ids
+        present[:, REPORT] &= (tokens != 0).any(dim=1) if len(tokens) else False
+    else:
+        present[:, REPORT] = False
+    count = len(split)
+    codes = np.arange(count) if split.studies is None else split.studies
+    patients = np.arange(count) if split.patients is None else split.patients
+    names = np.full(count, "unknown") if split.sources is None else split.sources
+    sources = np.array([SOURCES.index(name) for name in names], dtype=np.int64)
+    return Samples(
+        split,
+        real,
+        present,
+        tokens,
+        *(torch.from_numpy(np.asarray(part, np.int64)) for part in (sources, codes, patients)),
+    )
+
+
+def trust_of(sources: Tensor, options) -> Tensor:
+    """Confidence in the labels of samples by their source ``(B,) float32``; 1 where the run does not weigh them."""
+    table = torch.tensor([SOURCE_TRUST[name] if options.trust else 1.0 for name in SOURCES])
+    return table[sources]
+
+
+def smoothing_of(sources: Tensor, options) -> tuple[Tensor, Tensor]:
+    """(eps_pos, eps_neg) of samples by their label source, each ``(B,) float32``."""
+    table = torch.tensor([SOURCE_SMOOTHING[name] if options.trust else (0.0, 0.0) for name in SOURCES])
+    return table[sources].unbind(dim=1)
+
+
+def card_numbers(site: Site, settings: Settings) -> Mapping[str, int | list[int]]:
+    """What the site card says of modalities: counts by modality and positives of every two labels, small cells hidden."""
+    split, options = site.data.splits["train"], settings.options
+    rows = learnable(split, settings)
+    present, positive = modality_mask(split, options)[rows], (split.targets[rows] == 1).astype(np.int64)
+    pairs = positive.T @ positive
+    least = settings.privacy.min_cell
+    shown = np.where((pairs > 0) & (pairs < least), -1, pairs)
+    reads = bool(present[:, REPORT].any())
+    sha256 = tokenizer(options.text_dir, options.vocab_size).sha256 if reads else "0"
+    return {
+        "images": int(present[:, IMAGE].sum()),
+        "reports": int(present[:, REPORT].sum()),
+        "pairs": int(present.all(axis=1).sum()),
+        "pair_counts": [int(value) for value in shown.ravel()],
+        "tokenizer": int(sha256[:15], 16),
+    }

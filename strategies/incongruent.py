@@ -1,0 +1,366 @@
+"""Incongruent multimodal federation on the server: every module is averaged over the sites that trained it.
+
+Saha, Mishra, Wagner, Kamnitsas, Noble, AAAI 2025 and arXiv 2402.05294; `models.incongruent` has the network, the
+project's incongruent specification the formulas. Profiles are frozen from the site cards of round 0: an image-only site
+is never sent the text encoder and cannot send one back, since its payload does not declare it.
+
+Choice: a module's mean is the runtime's running mean in float32, not a sum in float64 (spec 5.4): one way of averaging
+for all methods; a test holds it against the specification's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from logging import INFO, WARNING
+
+import numpy as np
+import torch
+from flwr.supercore import log
+from torch import nn
+
+from federation import seeding, wire
+from federation.blocks import four_blocks
+from federation.metrics import none_if_nan
+from federation.registry import register
+from federation.settings import Settings, names_in
+from models.incongruent import (
+    MODULES,
+    IncongruentNetwork,
+    build_incongruent,
+    cooccurrence_prior,
+    initialise_head,
+    profile_modules,
+    split_state,
+)
+from models.incongruent_asymmetric import class_weights, positive_weights
+from models.incongruent_exchange import (
+    CARD_NUMBERS,
+    CONTEXT,
+    IMPUTATION,
+    PROTOTYPES,
+    PUBLIC,
+    TRAIN_NUMBERS,
+    VIEWS,
+)
+from models.incongruent_prototypes import PrototypeLibrary, empty_library, update_prototypes
+from strategies.aggregation import Arrays, StreamingMean
+from strategies.base import FederatedStrategy
+from strategies.cards import CardError, SiteCard
+from strategies.discovery import QuorumError
+from strategies.evaluation import PooledScores
+from strategies.gate import Reply
+from strategies.incongruent_area import IncongruentArea
+from strategies.incongruent_rules import contradictions
+from strategies.progress import Modules
+from strategies.scheduling import paired_quota, stratified
+
+__all__ = ["Incongruent", "IncongruentArea", "paired_quota"]
+
+BLOCKS = ("macro_auroc", "head_auroc", "tail_auroc", "site_variance", "worst_auroc", "auroc_q10", "class_variance")
+MAX_GROWTH = 1.1
+"""A reply may count this many times the samples of its site's card (spec 9)."""
+
+
+class CoverageError(RuntimeError):
+    """A module of the model was never trained by anybody (spec 5.5)."""
+
+
+class Incongruent(FederatedStrategy):
+    """Masked means by module, frozen profiles, a stratified schedule, and a library of text prototypes."""
+
+    reads_reports = True
+    profile_extra = CARD_NUMBERS
+    train_extra = TRAIN_NUMBERS
+    views = VIEWS
+    contradictions = staticmethod(contradictions)
+
+    def __init__(self, settings: Settings, experiment: str = "experiment") -> None:
+        super().__init__(settings, experiment)
+        self.selects_model = not self.options.alone
+        self._profiles: dict[str, str] = {}
+        self._sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._public: dict[str, torch.Tensor] = {}
+        self._covered: dict[str, torch.Tensor] = {}
+        self._critical = torch.zeros(0)
+
+    # -- round 0 (spec 5.1) ---------------------------------------------------------------------------------------
+
+    def network(self, labels: tuple[str, ...], task: str) -> IncongruentNetwork:
+        """Every module that some site can train. Raises CardError where the cards contradict themselves."""
+        if task != "multilabel":
+            raise CardError(f"incongruent needs multi-label data, the sites have a {task} task")
+        self._freeze_profiles()
+        modules = {module for profile in self._profiles.values() for module in self.options.site_modules(profile)}
+        if self.options.impute and "paired" in self._profiles.values():
+            modules |= set(IMPUTATION)
+        return build_incongruent(
+            len(labels),
+            modules=tuple(module for module in MODULES if module in modules),
+            vision=self.options.vision or self.settings.model.name,
+            **self.settings.network_shape(),
+            **self.options.network_options,
+        )
+
+    def build(self, network: nn.Module) -> Modules:
+        """The network by module, its head started from the global counts, and the context that sites are told."""
+        assert isinstance(network, IncongruentNetwork)
+        counts, pairs, known, total = self._global_counts()
+        prior = cooccurrence_prior(pairs, counts, max(total, int(counts.max())))
+        initialise_head(network.head, counts / known.clamp(min=1), prior)
+        options = self.options
+        weights = {
+            "effective": lambda: class_weights(counts, options.reweight_beta),
+            "pos_weight": lambda: positive_weights(counts, known),
+            "none": lambda: torch.ones(len(counts)),
+        }[options.reweight]()
+        library = empty_library(len(counts), options.dim)
+        context = {"class_weights": weights.float(), **library._asdict()}
+        if options.loot:
+            context |= {
+                "public_sum": torch.zeros(options.public_samples, options.dim),
+                "public_sites": torch.zeros(1, dtype=torch.int64),
+            }
+        return {**split_state(network), CONTEXT: context}
+
+    def shared_modules(self) -> tuple[str, ...]:
+        return ("fusion", "head")
+
+    def _freeze_profiles(self) -> None:
+        for card in self.table.cards:
+            profile = self.options.profile_of(card.modalities)
+            if profile == "image" and card.extra["reports"] and self.options.modality == "any":
+                log(WARNING, "\t%s says it has images only and counts reports; it takes part with images", card.site)
+            if profile == "paired" and card.extra["pairs"] < 2:
+                log(WARNING, "\t%s has both modalities but %s pairs", card.site, card.extra["pairs"])
+            if max(card.extra["images"], card.extra["reports"]) > card.num_train:
+                raise CardError(f"{card.site} counts more images or reports than training samples; mend its manifest")
+            self._profiles[card.site] = profile
+        kinds = {card.extra["tokenizer"] for card in self.table.cards if card.extra["tokenizer"]}
+        if len(kinds) > 1:
+            raise CardError(
+                "the sites with reports use different tokenisers; give all the same incongruent.text_dir or vocab_size"
+            )
+        if "paired" not in self._profiles.values() and self.options.modality == "any":
+            log(WARNING, "no site has pairs: the gate stays as it starts and nothing aligns images with reports")
+        log(INFO, "profiles: %s", ", ".join(f"{site} {profile}" for site, profile in sorted(self._profiles.items())))
+
+    def _global_counts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """Positives ``(C,)``, pairs of positives ``(C, C)``, known entries ``(C,)``, samples; suppressed counts as 0."""
+        cards, size = self.table.trainable, len(self.table.labels)
+
+        def total(values: list) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float64).clamp(min=0).sum(dim=0)
+
+        positives = total([card.positives for card in cards])
+        known = positives + total([card.negatives for card in cards])
+        pairs = total([card.extra["pair_counts"] for card in cards]).reshape(size, size)
+        return positives, pairs, known, sum(card.num_train for card in cards)
+
+    # -- a round (spec 5.2 to 5.4) --------------------------------------------------------------------------------
+
+    def quorum(self) -> int:
+        return 1 if self.options.pooled else super().quorum()
+
+    def select_sites(self, server_round: int) -> list[SiteCard]:
+        """The stratified draw with a decaying floor of paired sites."""
+        cards, fed, options = list(self.table.trainable), self.settings.federation, self.options
+        paired = [card for card in cards if self._profiles[card.site] == "paired"]
+        if not paired and options.no_pair == "abort":
+            raise QuorumError("no site with pairs is there and incongruent.no_pair = 'abort'; use 'proceed' or wait")
+        count = min(fed.sites_per_round or len(cards), len(cards))
+        rounds = options.rounds_of_decay(fed.rounds)
+        quota = paired_quota(count, len(paired), server_round, options.start, options.end, rounds, options.decay)
+        others = [card for card in cards if card not in paired]
+        draws = seeding.numpy_generator(self.settings.seed, "select_sites", server_round)
+        chosen = stratified(paired, others, count, quota, options.fill, draws)
+        return sorted(chosen, key=lambda card: card.site)
+
+    def sent_modules(self, card: SiteCard, server_round: int) -> tuple[str, ...]:
+        """The modules of the site's profile, never another."""
+        held = self.options.site_modules(self._profiles[card.site])
+        return (CONTEXT, *(module for module in held if module in self.progress.modules))
+
+    def round_config(self, card: SiteCard, server_round: int) -> dict[str, int | float | str]:
+        return {"profile": self._profiles[card.site]}
+
+    def trained_modules(self, card: SiteCard, server_round: int) -> tuple[str, ...]:
+        last = self.settings.federation.rounds
+        return self.options.trained_modules(self._profiles[card.site], server_round, last)
+
+    def update_specs(self, card: SiteCard, server_round: int) -> dict[str, dict[str, wire.TensorSpec]]:
+        specs = {module: wire.spec_of(state) for module, state in self.progress.modules.items()}
+        profile, last = self._profiles[card.site], self.settings.federation.rounds
+        return self.options.sent_specs(specs, profile, server_round, last, len(self.table.labels))
+
+    def received(self, reply: Reply) -> Mapping[str, Arrays]:
+        """Dense changes; prototype sums and public embeddings are put aside. Raises WireError for absurd counts."""
+        self._check_counts(reply)
+        changes = {}
+        for module, arrays in reply.modules.items():
+            if module == PROTOTYPES:
+                self._sums[reply.site] = tuple(wire.tensors(arrays)[name] for name in ("sums", "released"))
+            elif module == PUBLIC:
+                self._public[reply.site] = wire.tensors(arrays)["embeddings"]
+            else:
+                changes[module] = self._dense(module, arrays, reply.server_round)
+        return changes
+
+    def _dense(self, module: str, arrays: Arrays, server_round: int) -> Arrays:
+        topk = self.options.compressor(module)
+        if topk is None:
+            return arrays
+        specs = wire.spec_of(self.progress.modules[module])
+        indices = None
+        if topk.index == "shared_seed":
+            draws = seeding.numpy_generator(self.settings.seed, f"sparse/{module}", server_round)
+            indices = topk.shared_indices(specs, draws)
+        return topk.decode(arrays, specs, indices=indices)
+
+    def _check_counts(self, reply: Reply) -> None:
+        if wire.EXTRA not in reply.numbers:
+            return
+        card = next(card for card in self.table.cards if card.site == reply.site)
+        extra, there = reply.numbers[wire.EXTRA], card.extra
+        limits = dict.fromkeys(("gate", *IMPUTATION), there["pairs"]) | {
+            "vision": there["images"],
+            "text": there["reports"],
+        }
+        for module in MODULES:
+            found, limit = extra[f"n_{module}"], MAX_GROWTH * limits.get(module, card.num_train)
+            if found > limit:
+                raise wire.WireError(f"it counts {found} samples behind {module}, its card allows {limit:.0f}")
+        if not 0 <= extra["trust"] <= 1:
+            raise wire.WireError(f"its trust in its labels is {extra['trust']}, expected 0 to 1")
+
+    def weigh(self, reply: Reply, module: str) -> float:
+        """Samples behind this module at the site, times the trust in its labels (spec 5.4); 0 leaves it out."""
+        options, extra = self.options, reply.numbers[wire.EXTRA]
+        count = extra[f"n_{module}"]
+        if options.is_full or (options.agg_count == "client_samples" and count):
+            count = reply.num_examples
+        weight = min(float(count), self.weight_ceiling) * float(extra["trust"]) ** options.trust_zeta
+        if options.profile_balance == "equal" and module in self.shared_modules():
+            mine = self._profiles[reply.site]
+            weight /= sum(card.num_train for card in self._selected if self._profiles[card.site] == mine)
+        return weight
+
+    def combine(self, means: Mapping[str, StreamingMean], server_round: int) -> Modules:
+        modules = super().combine(means, server_round)
+        sums = [self._sums[site] for site in sorted(self._sums)]
+        context = modules[CONTEXT]
+        library = PrototypeLibrary(*(context[name] for name in PrototypeLibrary._fields))
+        if self.options.proto_lambda and not self.options.alone:
+            size = len(self.table.labels), self.options.dim
+            library = update_prototypes(
+                library,
+                torch.stack([total for total, _ in sums]) if sums else torch.zeros(0, *size),
+                torch.stack([released for _, released in sums]) if sums else torch.zeros(0, size[0], dtype=torch.bool),
+                min_sites=self.options.proto_min_sites,
+                momentum=self.options.proto_momentum,
+                max_age=self.options.proto_max_age,
+            )
+        context |= library._asdict()
+        if self._public:
+            context["public_sum"] = torch.stack([self._public[site] for site in sorted(self._public)]).sum(dim=0)
+            context["public_sites"] = torch.tensor([len(self._public)])
+        self._sums, self._public = {}, {}
+        self._cover(means, server_round)
+        return modules
+
+    # -- coverage (spec 5.5) --------------------------------------------------------------------------------------
+
+    def _cover(self, means: Mapping[str, StreamingMean], server_round: int) -> None:
+        """Counts who trained what; at the end every module must have been trained by somebody."""
+        sites = [card.site for card in self.table.cards]
+        for module in self._trainable():
+            table = self._covered.setdefault(module, torch.zeros(len(sites), 2, dtype=torch.int64))
+            for site in means[module].sites if module in means else ():
+                table[sites.index(site), 0] += 1
+                table[sites.index(site), 1] = server_round
+        last = self.settings.federation.rounds
+        never = sorted(module for module, table in self._covered.items() if not table[:, 0].any())
+        if never and server_round == min(5, last):
+            log(WARNING, "\tnobody has trained %s yet", ", ".join(never))
+        if server_round < last or self._observer is None:
+            return
+        self._observer.keep("coverage", self._coverage(sites))
+        if never and self.options.coverage == "error":
+            raise CoverageError(
+                f"nobody ever trained {', '.join(never)}: the model would be served as it was initialised. See "
+                "coverage.json; let such sites take part, or set incongruent.coverage = 'warn'"
+            )
+
+    def _trainable(self) -> list[str]:
+        if self.options.alone:
+            return []
+        profiles = set(self._profiles.values())
+        modules = {module for profile in profiles for module in profile_modules(profile, fusion=self.options.fusion)}
+        if "paired" in profiles and self.options.impute:
+            modules |= set(IMPUTATION)
+        return [module for module in MODULES if module in modules and module in self.progress.modules]
+
+    def _coverage(self, sites: list[str]) -> dict[str, dict[str, object]]:
+        found = {}
+        for module, table in self._covered.items():
+            entry = {
+                "updates": int(table[:, 0].sum()),
+                "sites": [site for site, (count, _) in zip(sites, table.tolist(), strict=True) if count],
+                "last_round": int(table[:, 1].max()),
+            }
+            found |= {f"{module}.{name}": entry for name in self.progress.modules[module]}
+        return found
+
+    # -- evaluation (spec 7) --------------------------------------------------------------------------------------
+
+    def figures(self, pools: Mapping[str, PooledScores]) -> dict[str, float | None]:
+        """The four blocks of every view, and how critical labels do at the threshold that finds nearly all of them."""
+        found: dict[str, float | None] = {}
+        positives = self._global_counts()[0].numpy()
+        hidden = [label in self.headline_excluded for label in self.table.labels]
+
+        def auroc(pool: PooledScores, *scope: str) -> np.ndarray:
+            return np.where(hidden, np.nan, pool.histogram(*scope).auroc())
+
+        for view, pool in pools.items():
+            by_site = {site: auroc(pool, site) for site in pool.sites}
+            blocks = four_blocks(auroc(pool), by_site, positives)
+            names = BLOCKS if view else BLOCKS[1:]
+            found |= {f"{view}_{name}" if view else name: none_if_nan(blocks[name]) for name in names}
+        return found | self._critical_figures(pools[""])
+
+    def _critical_figures(self, pool: PooledScores) -> dict[str, float | None]:
+        labels, histogram = names_in(self.options.critical_labels), pool.histogram()
+        if self._split == "val":
+            self._critical = torch.from_numpy(histogram.recall_thresholds(self.options.critical_recall))
+        if not labels or not len(self._critical):
+            return {}
+        thresholds = self._critical.numpy()
+        recall, precision = histogram.sensitivity(thresholds), histogram.ppv(thresholds)
+        found: dict[str, float | None] = {}
+        for label in labels:
+            index = self.table.labels.index(label)
+            found |= {f"recall of {label}": none_if_nan(recall[index])}
+            found |= {f"precision of {label}": none_if_nan(precision[index])}
+        return found
+
+    # -- the result -----------------------------------------------------------------------------------------------
+
+    def export(self) -> dict[str, torch.Tensor]:
+        """The network's tensors by their full names; an image-only hospital needs vision, fusion and head of them."""
+        return {
+            f"{module}.{name}": value
+            for module in MODULES
+            for name, value in self.progress.modules.get(module, {}).items()
+        }
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"critical": self._critical, **{f"covered/{module}": table for module, table in self._covered.items()}}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._critical = state["critical"]
+        self._covered = {
+            name.removeprefix("covered/"): table.clone() for name, table in state.items() if name.startswith("covered/")
+        }
+
+
+register("incongruent", Incongruent, settings=IncongruentArea, site="client_app.incongruent")

@@ -1,0 +1,44 @@
+"""Settings of `incongruent` that are fine alone and wrong together: refused before anything starts (spec 14)."""
+
+from __future__ import annotations
+
+from federation.settings import Settings
+
+
+def contradictions(settings: Settings) -> list[str]:
+    """A sentence with the fix for each."""
+    options, found = settings.options, []
+    if options.end > options.start:
+        found.append(
+            f"incongruent.end = {options.end} is above incongruent.start = {options.start}: the share of paired sites "
+            "falls over the rounds; swap them"
+        )
+    if options.dim % 4:
+        found.append(
+            f"incongruent.dim = {options.dim} is not divisible by the 4 heads of the attention; use {4 * (options.dim // 4)}"
+        )
+    if options.loot and not options.public_root:
+        found.append("incongruent.loot = true needs public samples; set incongruent.public_root or loot = false")
+    if options.infer_impute and not options.impute:
+        found.append("incongruent.infer_impute = true needs incongruent.impute = true: nothing else trains the nets")
+    if options.alone and (options.pooled or options.loot):
+        found.append("incongruent.alone = true sends nothing, so it goes with neither pooled nor loot; unset one")
+    if options.modality != "any" and options.is_full:
+        found.append(
+            f"incongruent.modality = {options.modality!r} leaves no module to fill in for incongruent.agg_mode = "
+            f"{options.agg_mode!r}; use 'partial'"
+        )
+    if options.pooled and settings.data.partition == "own":
+        found.append("incongruent.pooled = true pools samples, which hospitals do not; it is for simulations")
+    if getattr(settings.privacy, "secure_sum", False):
+        if options.topk_ratio < 1 and options.topk_index == "magnitude":
+            found.append(
+                "privacy.secure_sum needs the same coordinates from all sites, incongruent.topk_index = 'magnitude' "
+                "lets each choose; use 'shared_seed' or topk_ratio = 1"
+            )
+        if options.proto_lambda > 0 or options.loot:
+            found.append(
+                "privacy.secure_sum hides single sites, but incongruent.proto_lambda > 0 and incongruent.loot send a "
+                "site's own sums in plain; set proto_lambda = 0 and loot = false"
+            )
+    return found
