@@ -62,7 +62,9 @@ def seen_by(network: FeatureNetwork, site: Site, job: Job, rows: np.ndarray) -> 
     logits, features = (torch.cat(column) for column in zip(*parts, strict=True))
     is_bad = ~(logits.isfinite().all(dim=1) & features.isfinite().all(dim=1))
     if bool(is_bad.any()):
-        raise Diverged(f"{site.name}: the model gives {int(is_bad.sum())} of {len(rows)} images values that are not finite")
+        raise Diverged(
+            f"{site.name}: the model gives {int(is_bad.sum())} of {len(rows)} images values that are not finite"
+        )
     return Seen(logits, features)
 
 

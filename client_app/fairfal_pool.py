@@ -1,4 +1,4 @@
-"""A site's pool of images in FairFAL: what is labelled, what readers were asked for, and the labelled set of each cycle.
+"""A site's pool of images in FairFAL: what is labelled, what readers were asked for, each cycle's labelled set.
 
 The project's fairfal specification, sections 2 and 14. The pool is that of `datasets.annotation`, in the site's folder
 ``annotation``, so that readers can work on it while a run goes on. The labelled set of a cycle is frozen when the site
@@ -57,9 +57,7 @@ def known_at(pool: Pool, cycle: int) -> dict[str, Marks]:
     A server that lost its newest checkpoint asks for an older cycle again; the site then has picks of a newer one.
     """
     return {
-        id: marks
-        for id, marks in pool.labelled.items()
-        if id not in pool.requests or pool.requests[id].cycle <= cycle
+        id: marks for id, marks in pool.labelled.items() if id not in pool.requests or pool.requests[id].cycle <= cycle
     }
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from client_app.site import Site
-from client_app.training import Job, Modules, Update, change, fit, received_network
+from client_app.training import Build, Job, Modules, Update, change, fit, network_for, received_network
 from models.losses import proximal_term
 
 
-def train(site: Site, modules: Modules, job: Job) -> Update:
+def train(site: Site, modules: Modules, job: Job, build: Build = network_for) -> Update:
     """The change of ``model`` after local training on loss + mu / 2 * ||w - w_global||^2."""
-    network = received_network(site, modules, job)
+    network = received_network(site, modules, job, build)
     reference = {name: modules["model"][name].to(job.device) for name, _ in network.named_parameters()}
     done = fit(network, site, job, penalty=lambda: proximal_term(network, reference, job.settings.options.mu))
     return done.update({"model": change(modules["model"], network.state_dict())})

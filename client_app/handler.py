@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
@@ -109,8 +110,10 @@ def profile(site: Site, settings: Settings, half: ModuleType) -> RecordDict:
     rows = half.learnable(train, settings) if hasattr(half, "learnable") else training.usable(train)
     counts = class_counts(train.targets[rows])
 
+    hides_all = getattr(half, "HIDES_CLASS_COUNTS", False)
+
     def visible(values: Any) -> list[int]:
-        return [-1 if 0 < value < settings.privacy.min_cell else int(value) for value in values]
+        return [-1 if hides_all or 0 < value < settings.privacy.min_cell else int(value) for value in values]
 
     card = {
         "site": data.name,
@@ -134,11 +137,11 @@ def profile(site: Site, settings: Settings, half: ModuleType) -> RecordDict:
 
 
 def modalities(data: SiteData) -> list[str]:
-    """What the training samples of a site have: ``image``, ``report``, or both."""
-    train = data.splits["train"]
-    if train.present is None:
-        return ["image", "report"] if train.reports else ["image"]
-    found = train.present.any(axis=0)
+    """What the training samples of a site (all samples, if it only evaluates) have: ``image``, ``report`` or both."""
+    splits = [data.splits["train"]] if len(data.splits["train"]) else list(data.splits.values())
+    if any(split.present is None for split in splits):
+        return ["image", "report"] if any(split.reports for split in splits) else ["image"]
+    found = np.concatenate([split.present for split in splits]).any(axis=0)
     return [name for name, there in (("image", found[IMAGE]), ("report", found[REPORT])) if there] or ["image"]
 
 
@@ -148,7 +151,8 @@ def answer_question(
     """A site half's answer to its strategy's own question: numbers, and nothing that is not declared."""
     content = RecordDict({wire.METRICS: MetricRecord({"server_round": job.server_round})})
     content[wire.EXTRA] = MetricRecord(half.answer(site, modules, job))
-    return content, wire.answer_payload(half.ANSWER_NUMBERS)
+    declared = half.answer_numbers(job) if hasattr(half, "answer_numbers") else half.ANSWER_NUMBERS
+    return content, wire.answer_payload(declared)
 
 
 def work(

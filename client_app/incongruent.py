@@ -11,6 +11,8 @@ to allow ``text-module`` and ``text-prototypes`` by name; a secure sum makes the
 from __future__ import annotations
 
 import copy
+import functools
+import secrets
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -21,11 +23,12 @@ from torch import Tensor, nn
 
 from client_app import evaluation
 from client_app.evaluation import Scores
+from client_app.incongruent_memory import changes_to_send, keep_model, own_model, own_text, previous_model
 from client_app.incongruent_objective import Around, objective
 from client_app.incongruent_samples import Samples, card_numbers, learnable, modalities, read_samples, trust_of
 from client_app.incongruent_teachers import align_to_teachers, public_embeddings
 from client_app.site import Site
-from client_app.training import Fit, Job, Modules, Update, change, fit, on_meta, optimiser_for
+from client_app.training import Fit, Job, Modules, Update, fit, on_meta, optimiser_for
 from datasets.records import IMAGE, REPORT, DataError
 from federation import seeding, wire
 from federation.files import write_atomic
@@ -50,7 +53,6 @@ from models.losses import proximal_term
 PROFILE_EXTRA = CARD_NUMBERS
 TRAIN_EXTRA = TRAIN_NUMBERS
 PROFILE_FILE = "profile"
-OWN, OWN_TEXT, PREVIOUS = "own", "text", "previous"
 IMPUTATION_EPOCHS, IMPUTATION_LR = 5, 1e-3
 ENCODING_BATCH = 256
 
@@ -112,20 +114,25 @@ def train(site: Site, modules: Modules, job: Job) -> Update:
     """Changes of the modules that this site trains in this round. Raises DataError for a profile that changed."""
     options, kind = job.settings.options, str(job.config["profile"])
     _check_profile(site, job, kind)
-    network, samples, received = _opened(site, modules, job, "train")
-    trained = options.trained_modules(kind, job.server_round, job.settings.federation.rounds)
-    _freeze(network, samples, kind, options, trained)
-    context = {name: value.to(job.device) for name, value in modules[CONTEXT].items()}
+    received = {name: state for name, state in modules.items() if name in MODULES}
+    network, samples = _opened(site, received, job, "train")
     reference = _frozen_copy(network)
+    load_modules(network, {**split_state(network), **own_text(received, site, job)})
+    trained = options.trained_modules(kind, job.server_round, job.settings.federation.rounds)
+    _freeze(network, kind, options, trained)
+    context = {name: value.to(job.device) for name, value in modules[CONTEXT].items()}
     if options.loot:
         align_to_teachers(network, modules[CONTEXT], site, job)
     rows, totals = learnable(samples.split, job.settings), Counter()
-    around = Around(kind, reference, _previous(network, site, job), context, int(_pairs(samples, rows)), len(rows))
+    pairs, previous = int(_pairs(samples, rows)), _previous(network, site, job)
+    around = Around(kind, reference, previous, context, pairs, len(rows), job.precision)
     done = _fitted(network, samples, rows, around, site, job, totals)
     if kind == "paired" and options.fits_imputation(job.server_round):
         _fit_imputation(network, samples, rows, job)
-    sent = _sent(network, received, trained, site, job)
-    _keep(network, site, job)
+    if TEXT in trained and not job.settings.privacy.secure_sum:
+        site.check_consent("text-module")
+    sent = changes_to_send(network, received, trained, site, job)
+    keep_model(network, site, job)
     if options.sends_prototypes(kind):
         site.check_consent("text-prototypes")
         sent[PROTOTYPES] = _prototypes(network, samples, rows, site, job)
@@ -140,35 +147,23 @@ def _check_profile(site: Site, job: Job, frozen: str) -> None:
         raise DataError(f"this site's data make it {found!r}, round 0 froze it as {frozen!r}; start a new run")
 
 
-def _opened(site: Site, modules: Modules, job: Job, split: str) -> tuple[IncongruentNetwork, Samples, Modules]:
-    """The network with the received weights (the site's own where it keeps them), and a split's inputs."""
-    received = {name: state for name, state in modules.items() if name in MODULES}
-    network = on_meta(site.data.labels, job.settings, lambda labels, settings: build(labels, settings, tuple(received)))
-    network.to_empty(device="cpu")
+def _opened(site: Site, received: Modules, job: Job, split: str) -> tuple[IncongruentNetwork, Samples]:
+    """The network with the global weights (its own where the site is alone), and a split's inputs."""
+    network = copy.deepcopy(_blueprint(site.data.labels, job.settings, tuple(received))).to_empty(device="cpu")
     try:
-        load_modules(network, {**received, **_own_modules(received, site, job)})
+        load_modules(network, {**received, **(own_model(site, job) if job.settings.options.alone else {})})
     except (RuntimeError, ValueError) as error:
         raise wire.WireError("the received modules do not fit this site's network") from error
-    samples = read_samples(site.data.splits[split], job.settings, reads_text=TEXT in received)
-    return network, samples, received
+    return network, read_samples(site.data.splits[split], job.settings, network.built)
 
 
-def _own_modules(received: Modules, site: Site, job: Job) -> Modules:
-    """Modules that the site goes on with instead of the global ones: all of them alone, its text between uploads."""
-    options = job.settings.options
-    if options.alone:
-        state = site.load_state(OWN, job.last_accepted) if job.last_accepted else None
-        return {} if state is None else _by_module(state)
-    if TEXT not in received or options.text_skip == "freeze" or not job.last_accepted:
-        return {}
-    since = range(job.last_accepted, job.server_round)
-    if any(options.uploads_text(earlier, job.settings.federation.rounds) for earlier in since):
-        return {}  # the global text encoder moved: what was gathered on the old one is dropped (spec 6.3)
-    state = site.load_state(OWN_TEXT, job.last_accepted)
-    return {} if state is None else {TEXT: state}
+@functools.lru_cache(maxsize=8)
+def _blueprint(labels: tuple[str, ...], settings: Settings, modules: tuple[str, ...]) -> IncongruentNetwork:
+    """The network without memory, to be copied: building a text encoder takes longer than a small site's step."""
+    return on_meta(labels, settings, functools.partial(build, modules=modules))
 
 
-def _freeze(network: IncongruentNetwork, samples: Samples, kind: str, options: Any, trained: tuple[str, ...]) -> None:
+def _freeze(network: IncongruentNetwork, kind: str, options: Any, trained: tuple[str, ...]) -> None:
     """No gradient, no decay and no BatchNorm step for what this site does not train (spec 3.2, 3.3)."""
     moves = set(trained) | ({TEXT} if options.text_skip == "accumulate" or options.alone else set())
     if options.alone:
@@ -185,14 +180,12 @@ def _frozen_copy(network: IncongruentNetwork) -> IncongruentNetwork:
 
 
 def _previous(network: IncongruentNetwork, site: Site, job: Job) -> IncongruentNetwork | None:
-    """The site's model of the last round that counted, for MOON."""
-    state = (
-        site.load_state(PREVIOUS, job.last_accepted) if job.settings.options.moon_weight and job.last_accepted else None
-    )
-    if state is None:
+    """The site's own model of its last accepted round, frozen, where the run contrasts with it."""
+    state = previous_model(site, job)
+    if not state:
         return None
     previous = _frozen_copy(network)
-    load_modules(previous, _by_module(state))
+    load_modules(previous, state)
     return previous.to(job.device)
 
 
@@ -245,7 +238,7 @@ def _optimiser(network: nn.Module, job: Job) -> torch.optim.Optimizer:
 
 
 def _pairs(samples: Samples, rows: np.ndarray) -> Tensor:
-    return (samples.real & samples.present)[torch.from_numpy(rows)].all(dim=1).sum()
+    return samples.there[torch.from_numpy(rows)].all(dim=1).sum()
 
 
 @torch.no_grad()
@@ -264,7 +257,7 @@ def _encoded(network: IncongruentNetwork, samples: Samples, rows: np.ndarray, jo
 
 def _fit_imputation(network: IncongruentNetwork, samples: Samples, rows: np.ndarray, job: Job) -> None:
     """MIN: each net learns to guess the other modality's z of real pairs, encoders frozen (spec 3.6)."""
-    rows = rows[(samples.real & samples.present)[torch.from_numpy(rows)].all(dim=1).numpy()]
+    rows = rows[samples.there[torch.from_numpy(rows)].all(dim=1).numpy()]
     if len(rows) < 2:
         return
     image, text = _encoded(network, samples, rows, job)
@@ -282,7 +275,7 @@ def _prototypes(
     network: IncongruentNetwork, samples: Samples, rows: np.ndarray, site: Site, job: Job
 ) -> dict[str, Tensor]:
     options = job.settings.options
-    told = rows[samples.present[torch.from_numpy(rows), REPORT].numpy()]
+    told = rows[samples.there[torch.from_numpy(rows), REPORT].numpy()]
     if not len(told):
         count = len(site.data.labels)
         return {"sums": torch.zeros(count, options.dim), "released": torch.zeros(count, dtype=torch.bool)}
@@ -295,53 +288,16 @@ def _prototypes(
         samples.patients[torch.from_numpy(told)],
         options.proto_min_patients,
         options.proto_sigma,
-        seeding.generator(job.settings.seed, "prototype_noise", job.server_round, site.name),
+        _noise(site, job),
     )
     return {"sums": sums, "released": released}
 
 
-def _sent(
-    network: IncongruentNetwork, received: Modules, trained: tuple[str, ...], site: Site, job: Job
-) -> dict[str, dict[str, Any]]:
-    """Changes of the trained modules, sparse where the run wants it; what is not sent waits in the residual."""
-    options, states, sent = job.settings.options, split_state(network), {}
-    for module in trained:
-        if module == TEXT and not getattr(job.settings.privacy, "secure_sum", False):
-            site.check_consent("text-module")
-        dense = change(received[module], states[module])
-        topk = options.compressor(module)
-        if topk is None:
-            sent[module] = dense
-            continue
-        residual = site.load_state(f"residual-{module}", job.last_accepted) if job.last_accepted else None
-        indices = None
-        if topk.index == "shared_seed":
-            draws = seeding.numpy_generator(job.settings.seed, f"sparse/{module}", job.server_round)
-            indices = topk.shared_indices(wire.spec_of(dense), draws)
-        age = job.server_round - job.last_accepted
-        sent[module], rest = topk.encode(dense, residual, age=age, indices=indices)
-        site.save_state(f"residual-{module}", job.server_round, rest, job.last_accepted)
-    return sent
-
-
-def _keep(network: IncongruentNetwork, site: Site, job: Job) -> None:
-    """What the next round starts from at this site."""
-    options, states = job.settings.options, split_state(network)
-    flat = {f"{module}/{name}": value for module, state in states.items() for name, value in state.items()}
-    if options.alone:
-        site.save_state(OWN, job.server_round, flat, job.last_accepted)
-    elif TEXT in states and options.text_skip == "accumulate" and options.text_every > 1:
-        site.save_state(OWN_TEXT, job.server_round, states[TEXT], job.last_accepted)
-    if options.moon_weight:
-        site.save_state(PREVIOUS, job.server_round, flat, job.last_accepted)
-
-
-def _by_module(flat: Mapping[str, Tensor]) -> Modules:
-    modules: Modules = {}
-    for key, value in flat.items():
-        module, _, name = key.partition("/")
-        modules.setdefault(module, {})[name] = value
-    return modules
+def _noise(site: Site, job: Job) -> torch.Generator:
+    """Where the noise on prototype sums comes from. A hospital's is its secret: the server knows the run's seed."""
+    if site.consents is None:
+        return seeding.generator(job.settings.seed, "prototype_noise", job.server_round, site.name)
+    return torch.Generator().manual_seed(secrets.randbits(63))
 
 
 def _numbers(
@@ -349,11 +305,11 @@ def _numbers(
 ) -> dict[str, float]:
     """Samples behind each module that was trained, mean trust, mean of each loss term (spec 5.3)."""
     index = torch.from_numpy(rows)
-    real = samples.real[index] & samples.present[index]
-    pairs = int(real.all(dim=1).sum())
+    there = samples.there[index]
+    pairs = int(there.all(dim=1).sum())
     counts = dict.fromkeys((GATE, *IMPUTATION), pairs) | {
-        "vision": int(real[:, IMAGE].sum()),
-        TEXT: int(real[:, REPORT].sum()),
+        "vision": int(there[:, IMAGE].sum()),
+        TEXT: int(there[:, REPORT].sum()),
     }
     means = {f"loss_{part}": totals[part] / max(totals["samples"], 1) for part in LOSS_PARTS}
     return {
@@ -363,29 +319,41 @@ def _numbers(
     }
 
 
+def weights(update: Update, job: Job) -> dict[str, int]:
+    """What the server's `weigh` gives, as whole numbers, for a secure sum."""
+    options = job.settings.options
+    everything = options.is_full or options.agg_count == "client_samples"
+    counts = {module: update.extra[f"n_{module}"] for module in update.modules}
+    trust = update.extra["trust"] ** options.trust_zeta
+    return {
+        module: round((update.num_examples if everything and (count or options.is_full) else count) * trust)
+        for module, count in counts.items()
+    }
+
+
 # -- evaluation -------------------------------------------------------------------------------------------------------
 
 
 def evaluate(site: Site, modules: Modules, job: Job, split: str) -> dict[str, Scores]:
     """Scores with what each sample has, and by view: pairs, images only, reports only (spec 7)."""
-    network, samples, _ = _opened(site, modules, job, split)
+    received = {name: state for name, state in modules.items() if name in MODULES}
+    network, samples = _opened(site, received, job, split)
     network.to(job.device)
-    given, impute = samples.present, job.settings.options.infer_impute
+    there, impute = samples.there, job.settings.options.infer_impute
     masks = {
-        "": given,
-        "both": given & samples.real.all(dim=1, keepdim=True),
-        "image": given & torch.tensor([True, False]) & samples.real[:, :1],
-        "text": given & torch.tensor([False, True]) & samples.real[:, 1:],
+        "": there,
+        "both": there & there.all(dim=1, keepdim=True),
+        "image": there & torch.tensor([True, False]),
+        "text": there & torch.tensor([False, True]),
     }
 
-    def scores(present: Tensor) -> Scores:
-        rows = np.flatnonzero(present.any(dim=1).numpy())
+    def scores(shown: Tensor) -> Scores:
+        rows = np.flatnonzero(shown.any(dim=1).numpy())
 
         def forward(picked: np.ndarray, images: Tensor) -> Tensor:
             index = torch.from_numpy(picked)
-            tokens = samples.tokens_of(index)
-            tokens = None if tokens is None else tokens.to(job.device)
-            return network(images, tokens, present[index].to(job.device), impute=impute)
+            inputs = samples.seen(index, images, shown[index])
+            return network(*(None if part is None else part.to(job.device) for part in inputs), impute=impute)
 
         return evaluation.score(network, site, job, split, rows=rows, forward=forward)
 

@@ -1,6 +1,7 @@
 """The loss of `incongruent` at a site (the project's incongruent specification, section 4.8).
 
-L = L_cls + la omega L_con + lc L_cons + lp L_proto + L_prox + nu L_out + lm L_mad; a term whose inputs are missing is 0.
+L = L_cls + la omega L_con + lc L_cons + lp L_proto + L_prox + nu L_out + lm L_mad.
+A term whose inputs are missing is 0.
 The frozen global model runs once a batch for all terms that look at it.
 """
 
@@ -31,7 +32,7 @@ from models.incongruent_network import Encoding, Features
 
 @dataclass(frozen=True)
 class Around:
-    """What the loss looks at beside the batch: the frozen global model, the site's previous one, the round's context."""
+    """What the loss looks at beside the batch: the frozen global model, the site's previous one, the context."""
 
     profile: str
     reference: IncongruentNetwork
@@ -39,6 +40,7 @@ class Around:
     context: dict[str, Tensor]
     num_pairs: int
     num_records: int
+    precision: torch.dtype | None = None
 
 
 def objective(
@@ -54,6 +56,10 @@ def objective(
         or around.previous is not None
     )
 
+    def half(device: torch.device) -> torch.autocast:
+        """The networks may run in half precision; every loss is float32 (spec 9)."""
+        return torch.autocast(device.type, around.precision, enabled=around.precision is not None)
+
     def loss_of(rows: Tensor, images: Tensor | None, targets: Tensor) -> Tensor:
         device = targets.device
         index = rows.cpu()
@@ -61,10 +67,11 @@ def objective(
         tokens = samples.tokens_of(index)
         tokens = None if tokens is None else tokens.to(device)
         known = targets >= 0
-        image, text = network.encode(images, tokens, present)
-        seen = network.fuse(image, text, present, impute=options.impute, sources=sources.to(device))
+        with half(device):
+            image, text = network.encode(images, tokens, present)
+            seen = network.fuse(image, text, present, impute=options.impute, sources=sources.to(device))
         parts = {"classification": _classification(seen, targets, known, sources, context, options)}
-        pairs = samples.real[index].all(dim=1).to(device) & present.all(dim=1)
+        pairs = samples.there[index].all(dim=1).to(device)
         if options.align_lambda * omega > 0:
             parts["contrastive"] = (
                 options.align_lambda * omega * _contrast(seen, pairs, samples.studies[index], targets, options)
@@ -74,14 +81,16 @@ def objective(
                 seen.z_image, targets, known, context["prototypes"], context["available"], options.proto_temperature
             )
         if needs_reference:
-            with torch.no_grad():
+            with torch.no_grad(), half(device):
                 given = around.reference.features(
                     images, tokens, present, impute=options.impute, sources=sources.to(device)
                 )
-            parts |= _towards_global(network, seen, given, image, text, targets, known, pairs)
+            parts |= _towards_global(network, seen, given, image, text, targets, known, pairs, sources.to(device))
             if around.previous is not None:
-                with torch.no_grad():
-                    before = around.previous.features(images, tokens, present).f
+                with torch.no_grad(), half(device):
+                    before = around.previous.features(
+                        images, tokens, present, impute=options.impute, sources=sources.to(device)
+                    ).f
                 parts["contrast"] = options.moon_weight * moon_loss(seen.f, given.f, before)
         totals["samples"] += len(targets)
         for name, value in parts.items():
@@ -97,6 +106,7 @@ def objective(
         targets: Tensor,
         known: Tensor,
         pairs: Tensor,
+        sources: Tensor,
     ) -> dict[str, Tensor]:
         found = {}
         if options.cons_lambda > 0 and around.profile == "image":
@@ -113,14 +123,14 @@ def objective(
         if unimodal and options.prox_mode in ("both", "output"):
             found["output"] = options.prox_nu * output_penalty(seen.f, given.f)
         if options.mad_lambda > 0:
-            student, shown = _student(network, image, text, seen, pairs)
+            student, shown = _student(network, image, text, seen, pairs, sources)
             found["distillation"] = options.mad_lambda * mad_loss(
                 student, given.logits, shown, given.present | given.imputed, options.mad_temperature
             )
         return found
 
     def _student(
-        network: IncongruentNetwork, image: Encoding, text: Encoding, seen: Features, pairs: Tensor
+        network: IncongruentNetwork, image: Encoding, text: Encoding, seen: Features, pairs: Tensor, sources: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The same samples with one modality of each pair dropped at random; unimodal ones as they are (spec 4.6)."""
         if not pairs.any():
@@ -128,7 +138,8 @@ def objective(
         dropped = torch.randint(0, 2, (len(pairs),), generator=draws).to(pairs.device)
         shown = seen.present.clone()
         shown[pairs, dropped[pairs]] = False
-        return network.fuse(image, text, shown).logits, shown
+        with half(shown.device):
+            return network.fuse(image, text, shown, sources=sources).logits, shown
 
     return loss_of
 

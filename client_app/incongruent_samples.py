@@ -7,7 +7,7 @@ incongruent specification, section 2.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +17,10 @@ from torch import Tensor
 from client_app.site import Site
 from client_app.training import load_batch
 from datasets.records import IMAGE, REPORT, SiteData, Split
+from datasets.transforms import Normalisation, to_input
 from federation.settings import Settings
 from models.incongruent_asymmetric import SOURCE_SMOOTHING, SOURCE_TRUST, SOURCES
+from models.incongruent_exchange import TEXT, VISION
 from models.text import Tokenizer, build_tokenizer
 
 EMPTY_REPORT = "."
@@ -46,8 +48,9 @@ def learnable(split: Split, settings: Settings) -> np.ndarray:
 
 
 def modalities(data: SiteData, settings: Settings) -> list[str]:
-    """The modalities of the training samples, in the card's words."""
-    found = modality_mask(data.splits["train"], settings.options).any(axis=0)
+    """The modalities of the training samples (of all samples at a site that only evaluates), in the card's words."""
+    splits = [data.splits["train"]] if len(data.splits["train"]) else list(data.splits.values())
+    found = np.concatenate([modality_mask(split, settings.options) for split in splits]).any(axis=0)
     return [name for name, there in (("image", found[IMAGE]), ("report", found[REPORT])) if there]
 
 
@@ -59,41 +62,57 @@ def tokenizer(folder: str, vocab_size: int) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Samples:
-    """One split as the network takes it. ``zero_fill``: what is absent is a black image or an empty report."""
+    """One split as the network takes it. With ``zero_fill`` what is absent is a black image or an empty report."""
 
     split: Split
-    real: Tensor  # (n, 2) bool: what is really there
-    present: Tensor  # (n, 2) bool: what the network is given
+    normalise: Normalisation
+    there: Tensor  # (n, 2) bool: what is really there
+    present: Tensor  # (n, 2) bool: what the network is given in training
     tokens: Tensor | None  # (n, L) int64
+    blank: Tensor | None  # (L,) int64: the empty report of zero-filling, None without it
     sources: Tensor  # (n,) int64, positions in SOURCES
     studies: Tensor  # (n,) int64
     patients: Tensor  # (n,) int64
 
     def load(self, rows: np.ndarray, augment: str, draws: torch.Generator) -> tuple[Tensor, Tensor | None, Tensor]:
         """Rows, images ``(B, ch, H, W)`` (None where no row has one) and targets ``(B, C)`` of a batch."""
-        images, targets = load_batch(self.split, rows, augment, draws)
+        images, targets = load_batch(self.split, rows, augment, draws, self.normalise)
         index = torch.from_numpy(rows)
         return index, images if self.present[index, IMAGE].any() else None, targets
+
+    def seen(self, rows: Tensor, images: Tensor, shown: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Images, tokens and presence of samples of which only ``shown (B, 2) bool`` is let through.
+
+        What is not shown is absent; with zero-filling it is blank, as the network was trained.
+        """
+        tokens = self.tokens_of(rows)
+        if self.blank is None or tokens is None:
+            return images, tokens, shown
+        black = to_input(torch.zeros(1, 1, 1, images.shape[1], dtype=torch.uint8), normalise=self.normalise)
+        hidden = ~shown.to(images.device)
+        images = torch.where(hidden[:, IMAGE, None, None, None], black.to(images.device), images)
+        return images, torch.where(shown[:, REPORT, None], tokens, self.blank), torch.ones_like(shown)
 
     def tokens_of(self, rows: Tensor) -> Tensor | None:
         return None if self.tokens is None else self.tokens[rows]
 
 
-def read_samples(split: Split, settings: Settings, *, reads_text: bool) -> Samples:
-    """A split's inputs; reports are tokenised once, and only where the site has a text encoder."""
+def read_samples(split: Split, settings: Settings, modules: Collection[str]) -> Samples:
+    """A split's inputs as far as a network with these modules takes them; reports are tokenised once."""
     options = settings.options
-    real = torch.from_numpy(modality_mask(split, options))
-    zero_fill = options.agg_mode == "zero_fill"
-    present = torch.ones_like(real) if zero_fill else real.clone()
-    tokens = None
-    if reads_text:
+    there, tokens, blank = torch.from_numpy(modality_mask(split, options)), None, None
+    there[:, IMAGE] &= VISION in modules
+    if TEXT in modules:
         reports = list(split.reports) or [""] * len(split)
+        zero_fill = options.agg_mode == "zero_fill"
         if zero_fill:
-            reports = [report if told else EMPTY_REPORT for report, told in zip(reports, real[:, REPORT], strict=True)]
-        tokens = tokenizer(options.text_dir, options.vocab_size)(reports).ids
-        present[:, REPORT] &= (tokens != 0).any(dim=1) if len(tokens) else False
+            reports = [report if told else EMPTY_REPORT for report, told in zip(reports, there[:, REPORT], strict=True)]
+        tokens = tokenizer(options.text_dir, options.vocab_size)([*reports, EMPTY_REPORT]).ids
+        tokens, blank = tokens[:-1], tokens[-1] if zero_fill else None
+        there[:, REPORT] &= (tokens != 0).any(dim=1)
     else:
-        present[:, REPORT] = False
+        there[:, REPORT] = False
+    present = there.clone() if blank is None else torch.ones_like(there)
     count = len(split)
     codes = np.arange(count) if split.studies is None else split.studies
     patients = np.arange(count) if split.patients is None else split.patients
@@ -101,9 +120,11 @@ def read_samples(split: Split, settings: Settings, *, reads_text: bool) -> Sampl
     sources = np.array([SOURCES.index(name) for name in names], dtype=np.int64)
     return Samples(
         split,
-        real,
+        settings.model.normalise,
+        there,
         present,
         tokens,
+        blank,
         *(torch.from_numpy(np.asarray(part, np.int64)) for part in (sources, codes, patients)),
     )
 
@@ -121,7 +142,7 @@ def smoothing_of(sources: Tensor, options) -> tuple[Tensor, Tensor]:
 
 
 def card_numbers(site: Site, settings: Settings) -> Mapping[str, int | list[int]]:
-    """What the site card says of modalities: counts by modality and positives of every two labels, small cells hidden."""
+    """What the card says of modalities: counts by modality and positives of every two labels, small cells hidden."""
     split, options = site.data.splits["train"], settings.options
     rows = learnable(split, settings)
     present, positive = modality_mask(split, options)[rows], (split.targets[rows] == 1).astype(np.int64)

@@ -53,10 +53,7 @@ def _public_split(settings: Settings, labels: tuple[str, ...]) -> Split:
 
 def _public(network: IncongruentNetwork, site: Site, job: Job) -> Samples:
     split = _public_split(job.settings, site.data.labels)
-    samples = read_samples(split, job.settings, reads_text=network.text is not None)
-    if network.vision is None:
-        samples.present[:, 0] = False
-    return samples
+    return read_samples(split, job.settings, network.built)
 
 
 def _features(network: IncongruentNetwork, samples: Samples, rows: np.ndarray, job: Job) -> Tensor:
@@ -83,13 +80,24 @@ def public_embeddings(network: IncongruentNetwork, site: Site, job: Job) -> Tens
     return found
 
 
+def _teachers(context: Modules, site: Site, job: Job) -> Tensor | None:
+    """Mean features of the other sites of the last round ``(n, d)``, None where there were none.
+
+    A site that was not in that round has no part in its sum, whatever it kept of an earlier one.
+    """
+    total, count = context["public_sum"], int(context["public_sites"])
+    if job.last_accepted < job.server_round - 1:
+        return total / count if count else None
+    own = site.load_state(STATE, job.last_accepted) if job.last_accepted else None
+    return None if own is None or count < 2 else loot_teachers(total, own["embeddings"], count)
+
+
 def align_to_teachers(network: IncongruentNetwork, context: Modules, site: Site, job: Job) -> None:
     """One epoch on the public samples towards the mean of the other sites' features; nothing without teachers."""
-    own = site.load_state(STATE, job.last_accepted) if job.last_accepted else None
-    count = int(context["public_sites"])
-    if own is None or count < 2:
+    teachers = _teachers(context, site, job)
+    if teachers is None:
         return
-    teachers = loot_teachers(context["public_sum"], own["embeddings"], count).to(job.device)
+    teachers = teachers.to(job.device)
     samples = _public(network.to(job.device).train(), site, job)
     parameters = [value for value in network.parameters() if value.requires_grad]
     optimiser = torch.optim.AdamW(parameters, lr=job.settings.training.lr)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from client_app.site import Site
-from client_app.training import Job, Modules, Update, change, fit, on_meta, received_network
+from client_app.training import Build, Job, Modules, Update, change, fit, network_for, on_meta, received_network
 from federation import wire
 from federation.settings import Settings
 
@@ -24,10 +24,14 @@ def specs(labels: tuple[str, ...], settings: Settings) -> dict[str, dict[str, wi
     return {"control": wire.spec_of(dict(network.named_parameters())), "model": wire.spec_of(network.state_dict())}
 
 
-def train(site: Site, modules: Modules, job: Job) -> Update:
-    """The changes of ``model`` and ``control``; keeps the site's new control variate."""
-    network = received_network(site, modules, job)
-    server, own = modules["control"], own_control(site, modules["control"], job.last_accepted)
+def train(site: Site, modules: Modules, job: Job, build: Build = network_for, first_round: int = 1) -> Update:
+    """The changes of ``model`` and ``control``; keeps the site's new control variate.
+
+    ``first_round``: where the model last began anew; a variate of a round before it is of another model and counts 0.
+    """
+    network = received_network(site, modules, job, build)
+    last_accepted = job.last_accepted if job.last_accepted >= first_round else 0
+    server, own = modules["control"], own_control(site, modules["control"], last_accepted)
     lr = job.settings.training.lr
     correction = {name: (server[name] - own[name]).to(job.device) for name in server}
 

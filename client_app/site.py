@@ -22,7 +22,19 @@ from safetensors.torch import load_file
 
 from datasets.catalogue import open_manifest
 from datasets.incongruence import Incongruence, apply_incongruence, parse_incongruence
-from datasets.partition import Partition, beta_gamma, by_site, dirichlet, hide_labels, iid, long_tail, pooled_train
+from datasets.index_lists import index_lists
+from datasets.partition import (
+    Partition,
+    beta_gamma,
+    by_site,
+    dirichlet,
+    equal_sites,
+    hide_labels,
+    iid,
+    listed,
+    long_tail,
+    pooled_train,
+)
 from datasets.records import DataError, Manifest, SiteData
 from datasets.site import load_site
 from federation import registry, seeding, wire
@@ -189,7 +201,7 @@ def _federation(area: DataArea, seed: int, pooled: bool) -> tuple[Manifest, Part
         mosaic=area.mosaic,
         rng_for=functools.partial(seeding.numpy_generator, seed),
     )
-    partition = _partition(manifest, area, seeding.numpy_generator(seed, "partition"))
+    partition = _partition(manifest, area, seed)
     if wrong := sorted(name for name in partition.sites if not wire.SITE_NAME.fullmatch(name)):
         raise DataError(
             f"site {wrong[0]!r} cannot be a site's name: use 1 to 64 letters, digits, '.', '_', '-', blanks"
@@ -218,8 +230,9 @@ def _incongruence(partition: Partition, area: DataArea) -> Incongruence | None:
     )
 
 
-def _partition(manifest: Manifest, area: DataArea, rng: np.random.Generator) -> Partition:
+def _partition(manifest: Manifest, area: DataArea, seed: int) -> Partition:
     targets, table, num_sites = manifest.targets, manifest.table, area.num_sites
+    rng = seeding.numpy_generator(seed, "partition")
     if area.partition == "by_site":
         return by_site(targets, table, columns=names_in(area.site_columns), min_samples=area.min_samples)
     if area.partition == "own":
@@ -228,6 +241,11 @@ def _partition(manifest: Manifest, area: DataArea, rng: np.random.Generator) -> 
         return iid(targets, table, rng, num_sites=num_sites)
     if area.partition == "dirichlet":
         return dirichlet(targets, table, rng, num_sites=num_sites, alpha=area.alpha, min_size=area.min_samples)
+    if area.partition == "dirichlet_balanced":
+        return equal_sites(targets, table, rng, num_sites=num_sites, alpha=area.alpha, ratio=area.rho)
+    if area.partition == "listed":
+        lists = index_lists(area.root, area.index_lists, seed)
+        return listed(targets, table, rng, name=area.index_lists, lists=lists)
     if area.partition == "long_tail":
         return long_tail(
             targets, table, rng, num_sites=num_sites, ratio=area.rho, alpha=area.alpha, min_size=area.min_samples

@@ -40,7 +40,7 @@ def read_targets(
         names = wanted
     has_columns = names is not None and all(map(column_of, names))
     if sidecar.task == "multiclass" or (sidecar.task is None and not has_columns and CLASS_COLUMN in columns):
-        return _read_classes(table, names, wanted)
+        return _read_classes(table, names, wanted, sidecar.unlabelled)
     if names is None:
         raise DataError(
             f"{table.name} does not say which columns are labels; name them 'label:...', list them in a "
@@ -96,9 +96,12 @@ def _refuse_other_labels(name: str, owner: str, expected: Sequence[str], found: 
 
 
 def _read_classes(
-    table: Table, names: tuple[str, ...] | None, wanted: tuple[str, ...] | None
+    table: Table, names: tuple[str, ...] | None, wanted: tuple[str, ...] | None, unlabelled: bool
 ) -> tuple[tuple[str, ...], Task, np.ndarray, set[str]]:
-    """Targets of a single-label table as one-hot rows. A cell is a class name, else a number into ``names``."""
+    """Targets of a single-label table as one-hot rows. A cell is a class name, else a number into ``names``.
+
+    ``unlabelled``: a blank cell is a row of unknowns; otherwise it is refused.
+    """
     if CLASS_COLUMN not in table.frame.columns:
         raise DataError(f"{table.name} is single-label but has no column {CLASS_COLUMN!r}; add it with the class")
     if names is not None and wanted is not None and set(names) != set(wanted):
@@ -109,11 +112,15 @@ def _read_classes(
     places = {name: place for place, name in enumerate(known)}
     read = [None if _is_blank(value) else places.get(value, class_number(value, len(known))) for value in values]
     why = f"is no class; a sample has one class, a name or a number from 0 to {len(known) - 1}"
-    table.refuse_cell(CLASS_COLUMN, codes, values, read, why)
+    waits = np.array([unlabelled and _is_blank(value) for value in values], dtype=bool)
+    table.refuse_cell(
+        CLASS_COLUMN, codes, values, [0 if wait else place for wait, place in zip(waits, read, strict=True)], why
+    )
     order = wanted or known
     column = {name: place for place, name in enumerate(order)}
     targets = np.zeros((len(table), len(order)), dtype=np.int8)
-    targets[np.arange(len(table)), np.asarray([column[known[place]] for place in read])[codes]] = PRESENT
+    targets[np.arange(len(table)), np.asarray([column[known[place or 0]] for place in read])[codes]] = PRESENT
+    targets[waits[codes]] = UNKNOWN
     return tuple(order), "multiclass", targets, {CLASS_COLUMN}
 
 

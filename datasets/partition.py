@@ -5,7 +5,8 @@ mechanism. It deals whole patients: rows of one patient never part, except where
 rows without a patient are dealt one by one. Rows are numbers of the manifest.
 
 Which one to use: `by_site` where the data knows its hospitals; `beta_gamma` for multi-label data; `dirichlet` and
-`long_tail` for single-label data; `iid` to see what skew costs; `pooled_train` on top of any for the upper bound.
+`long_tail` for single-label data, `equal_sites` where sites shall be of one size, `listed` where the rows are given;
+`iid` to see what skew costs; `pooled_train` on top of any for the upper bound.
 """
 
 from __future__ import annotations
@@ -227,6 +228,59 @@ def long_tail(
         site_of_row = _dirichlet_sites(targets, splits, rng, num_sites=num_sites, alpha=alpha, min_size=min_size)
     arguments = {"num_sites": num_sites, "ratio": ratio, "alpha": alpha, "min_size": min_size}
     return _partition("long_tail", arguments, _site_names(num_sites), site_of_row, targets, table)
+
+
+def equal_sites(
+    targets: np.ndarray,
+    table: pd.DataFrame,
+    rng: np.random.Generator,
+    *,
+    num_sites: int,
+    alpha: float,
+    ratio: float = 1,
+) -> Partition:
+    """Training sets of equal size whose class mixes follow Dirichlet(alpha): FairFAL's ``dir_balance``, on a long tail.
+
+    The training rows are first cut to a long tail as in `long_tail` (``ratio`` 1: to none, all rows stay) and then
+    dealt by `dirichlet_balanced`; val and test are cut by the sites' shares of each class in train.
+
+    Raises DataError for patients with several training rows: the protocol deals rows one by one.
+    """
+    splits, classes = _splits(table), _single_labels(targets)
+    train = splits["train"]
+    if train.num_units != len(train.rows):
+        raise DataError(
+            f"{len(train.rows)} training rows are of {train.num_units} patients, and sites of equal size deal rows one "
+            "by one; use 'dirichlet' or 'long_tail', which deal whole patients"
+        )
+    rows = train.rows
+    if ratio > 1:
+        counts = long_tail_counts(len(rows) // targets.shape[1], targets.shape[1], ratio)
+        rows = np.sort(rows[long_tail_rows(classes[rows], counts, rng)])
+    parts = dirichlet_balanced(classes[rows], num_sites, alpha, int(rng.integers(2**62)))
+    arguments = {"num_sites": num_sites, "alpha": alpha, "ratio": ratio}
+    return _given("dirichlet_balanced", arguments, targets, table, rng, [rows[part] for part in parts])
+
+
+def listed(
+    targets: np.ndarray, table: pd.DataFrame, rng: np.random.Generator, *, name: str, lists: Sequence[Sequence[int]]
+) -> Partition:
+    """The training rows that ready lists give to each site (`index_lists`); other training rows are dropped.
+
+    Val and test are cut by the sites' shares of each class in train. Raises DataError for rows that are not training
+    rows of the data, or that are listed twice.
+    """
+    is_train = (table["split"] == "train").to_numpy()
+    parts = [np.asarray(part, dtype=np.int64) for part in lists]
+    rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    if not len(rows) or min(map(len, parts)) == 0:
+        raise DataError(f"the index lists {name!r} leave a site without a row; choose another name")
+    if rows.min() < 0 or rows.max() >= len(table) or not is_train[rows].all() or len(np.unique(rows)) != len(rows):
+        raise DataError(
+            f"the index lists {name!r} are not of this data: every row number must be one of its {is_train.sum()} "
+            "training rows, and no row may be listed twice"
+        )
+    return _given("listed", {"name": name}, targets, table, rng, parts)
 
 
 def long_tail_counts(largest: int, num_classes: int, ratio: float) -> list[int]:
@@ -476,6 +530,31 @@ def _dirichlet_sites(
     for name in SPLITS[1:]:
         site_of_row[splits[name].rows] = _cut_by_shares(rng, class_of_unit[name], shares)[splits[name].unit_of_row]
     return site_of_row
+
+
+def _given(
+    kind: str,
+    arguments: Mapping[str, object],
+    targets: np.ndarray,
+    table: pd.DataFrame,
+    rng: np.random.Generator,
+    parts: Sequence[np.ndarray],
+) -> Partition:
+    """The partition whose training rows are ``parts``; val and test follow their shares of each class, whole patients.
+
+    A class without a training row is dealt evenly.
+    """
+    classes, splits, num_sites = _single_labels(targets), _splits(table), len(parts)
+    site_of_row = np.full(len(targets), NOWHERE, dtype=np.int64)
+    for site, part in enumerate(parts):
+        site_of_row[part] = site
+    counts = np.stack([np.bincount(classes[part], minlength=targets.shape[1]) for part in parts], axis=1)  # (C, K)
+    totals = counts.sum(axis=1, keepdims=True)
+    shares = np.where(totals > 0, counts / np.maximum(totals, 1), 1 / num_sites)
+    for name in SPLITS[1:]:
+        unit_classes = _unit_classes(classes, targets.shape[1], splits[name])
+        site_of_row[splits[name].rows] = _cut_by_shares(rng, unit_classes, shares)[splits[name].unit_of_row]
+    return _partition(kind, arguments, _site_names(num_sites), site_of_row, targets, table)
 
 
 def _unit_classes(classes: np.ndarray, num_classes: int, part: _Dealing) -> np.ndarray:

@@ -44,7 +44,8 @@ class Manifest:
     ``table`` has one row a sample (index 0..n-1) and the columns ``patient``, ``study``, ``site``, ``split``,
     ``time``, ``label_source``, ``report`` (free text; "" where there is none), ``line`` (row in the source
     file, for error messages), and any further columns of the source, untouched.
-    ``targets`` is ``(n, C)`` int8: 1 present, 0 absent, -1 unknown. A multiclass row has exactly one 1.
+    ``targets`` is ``(n, C)`` int8: 1 present, 0 absent, -1 unknown. A multiclass row has exactly one 1, or -1 only
+    where its label is not known yet.
     """
 
     labels: tuple[str, ...]

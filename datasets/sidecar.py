@@ -26,7 +26,10 @@ COLUMN_NAMES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What a site states about its table. ``labels`` is None where it names none."""
+    """What a site states about its table. ``labels`` is None where it names none.
+
+    ``unlabelled``: a blank class of a single-label table is a sample that waits for its label, not an error.
+    """
 
     labels: tuple[str, ...] | None = None
     task: Task | None = None
@@ -37,6 +40,7 @@ class Sidecar:
     image_folder: str = ""
     image_root: str = ""
     arrays: str = ""
+    unlabelled: bool = False
 
 
 def parse_sidecar(data: bytes, name: str) -> Sidecar:
@@ -68,7 +72,10 @@ def _checked(stated: dict[str, Any], name: str) -> dict[str, Any]:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {shown(near[0])}?" if near else f"the known keys are {', '.join(known)}"
             raise DataError(f"{name} has the unknown key {shown(key)}; {hint}")
-        if key not in ("labels", "columns") and not isinstance(value, str):
+        if key == "unlabelled":
+            if not isinstance(value, bool):
+                raise DataError(f"{name}: unlabelled must be true or false, not {shown(repr(value))}")
+        elif key not in ("labels", "columns") and not isinstance(value, str):
             raise DataError(f"{name}: {key} must be a text, not {shown(repr(value))}")
     if "task" in stated and stated["task"] not in get_args(Task):
         raise DataError(f"{name}: task is {shown(stated['task'])}; it can be {' or '.join(get_args(Task))}")

@@ -6,7 +6,7 @@ Source: the project's incongruent specification, sections 6.2 and 6.3; error fee
 lost: what a site sent plus its residual is the sum of its changes.
 
 On the wire a module is ``val`` (k,) and, where the indices are the site's own, ``idx`` (k,) int32 ascending. Integer
-tensors (BatchNorm's step counter) travel beside them, whole and under their own names. `TopK.decode` gives dense
+tensors and BatchNorm's statistics travel beside them, whole and under their own names. `TopK.decode` gives dense
 tensors in which an unsent coordinate is 0, so aggregation and gates need not know of any of this.
 """
 
@@ -26,6 +26,8 @@ from federation.wire import TensorSpec, WireError
 
 INDICES = "idx"
 VALUES = "val"
+WHOLE = ("running_mean", "running_var")
+"""BatchNorm's statistics travel whole: a variance that is moved by stale parts of its changes can fall below zero."""
 
 Tensors = Mapping[str, np.ndarray | torch.Tensor]
 Specs = Mapping[str, TensorSpec]
@@ -180,7 +182,9 @@ def _largest(values: np.ndarray, count: int) -> NDArray[np.int64]:
 
 
 def _floats(specs: Specs) -> list[str]:
-    return sorted(name for name, spec in specs.items() if spec.dtype in wire.FLOAT_DTYPES)
+    """Names of the tensors that are made sparse, sorted."""
+    floats = (name for name, spec in specs.items() if spec.dtype in wire.FLOAT_DTYPES)
+    return sorted(name for name in floats if name.rpartition(".")[2] not in WHOLE)
 
 
 def _shapes(specs: Specs) -> dict[str, tuple[int, ...]]:

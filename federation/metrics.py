@@ -22,6 +22,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from federation.blocks import four_blocks as four_blocks  # a metric too, found under this name
+from federation.ranking import cf1 as cf1  # and these, of scores that stay where they are
+from federation.ranking import mean_average_precision as mean_average_precision
+from federation.ranking import of1 as of1
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

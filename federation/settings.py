@@ -70,9 +70,10 @@ class DataArea(Area):
     image_size: int = Field(16, ge=8, le=1024, description="side of the square input in pixels")
     channels: Literal[1, 3] = Field(1, description="1 grey, 3 RGB")
     mosaic: Literal["none", "grid", "corner_max"] = Field("none", description="mosaics of a single-label root")
-    partition: Literal["iid", "by_site", "dirichlet", "beta_gamma", "long_tail", "own"] = Field(
-        "beta_gamma", description="who holds which sample in simulation; own: hospitals, each with its own data"
-    )
+    partition: Literal[
+        "iid", "by_site", "dirichlet", "dirichlet_balanced", "beta_gamma", "long_tail", "listed", "own"
+    ] = Field("beta_gamma", description="who holds which sample in simulation; own: hospitals, each with its own data")
+    index_lists: str = Field("", description="for 'listed': a name in the data's splits.json, one list a site")
     num_sites: int = Field(5, ge=1, le=10_000, description="simulated sites (by_site takes them from the data)")
     site_columns: str = Field("site", description="comma-separated columns that name a real site")
     alpha: float = Field(0.5, gt=0, description="Dirichlet concentration over single labels")
@@ -296,7 +297,7 @@ def contradictions(settings: Settings) -> list[str]:
             f"federation.sites_per_round = {fed.sites_per_round} is below federation.min_sites = {fed.min_sites}: "
             "no round could ever succeed; raise the first or lower the second"
         )
-    draws_sites = data.partition not in ("by_site", "own")
+    draws_sites = data.partition not in ("by_site", "listed", "own")
     if draws_sites and data.num_sites < fed.min_sites:
         found.append(
             f"data.num_sites = {data.num_sites} is below federation.min_sites = {fed.min_sites}: "
@@ -309,8 +310,14 @@ def contradictions(settings: Settings) -> list[str]:
         )
     if data.partition == "by_site" and data.root in ("digits", "digits-mosaic", "digits-reports"):
         found.append(f"data.partition = 'by_site' but data.root = {data.root!r} has no real sites; choose another one")
-    if data.partition == "dirichlet" and (data.root in ("digits-mosaic", "digits-reports") or data.mosaic != "none"):
-        found.append("data.partition = 'dirichlet' needs one label a sample; use 'beta_gamma' for mosaics")
+    single = data.partition in ("dirichlet", "dirichlet_balanced")
+    if single and (data.root in ("digits-mosaic", "digits-reports") or data.mosaic != "none"):
+        found.append(f"data.partition = {data.partition!r} needs one label a sample; use 'beta_gamma' for mosaics")
+    if (data.partition == "listed") != bool(data.index_lists):
+        found.append(
+            f"data.partition = {data.partition!r} with data.index_lists = {data.index_lists!r}: 'listed' takes its "
+            "sites from lists that data.index_lists names, and no other partition does"
+        )
     model = settings.model
     if (model.name, model.norm, training.batch_size) == ("resnet18", "batch", 1) and data.image_size < 16:
         found.append(

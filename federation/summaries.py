@@ -132,6 +132,17 @@ def summarise_confusion(
     }
 
 
+def recalls(matrix: ArrayLike) -> list[float | None]:
+    """Recall of each class of a (C, C) confusion matrix, true labels in rows; None for a class without examples.
+
+    >>> recalls([[3, 1], [0, 0]])
+    [0.75, None]
+    """
+    matrix = np.asarray(matrix)
+    pairs = zip(matrix.diagonal().tolist(), matrix.sum(axis=1).tolist(), strict=True)
+    return [hits / true if true else None for hits, true in pairs]
+
+
 def _macro_auroc_interval(
     histogram: ScoreHistogram, chosen: NDArray[np.integer], draws: int, seed: int
 ) -> tuple[float, float]:

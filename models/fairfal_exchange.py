@@ -7,6 +7,7 @@ a question to every site.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 STATS, COUNTS, SELECT = "stats", "counts", "select"
 
@@ -68,5 +69,5 @@ def area_under_curve(points: Mapping[float, float]) -> float | None:
     ratios = sorted(points)
     if len(ratios) < 2:
         return None
-    area = sum((b - a) * (points[a] + points[b]) / 2 for a, b in zip(ratios, ratios[1:], strict=False))
+    area = sum((b - a) * (points[a] + points[b]) / 2 for a, b in pairwise(ratios))
     return area / (ratios[-1] - ratios[0])

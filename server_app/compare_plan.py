@@ -2,6 +2,7 @@
 
     title = "..."                 notes = "free text"
     seeds = [1, 2, 3]             metrics = ["macro_auroc", "macro_f1"]
+    gain_row = "local"            a row; the tables show what its weakest site gains in the other rows (optional)
     [base]                        run config of every cell, as in a preset
     [settings.NAME]               run config of one data set and partition; also `needs` and `note`
     [rows.NAME]                   run config of one method or ablation; also `skip = ["setting", ...]` and `note`
@@ -24,7 +25,7 @@ from federation.settings import Scalar, flatten
 
 DATA_VARIABLE = "CONSILIUM_DATA"
 DATA_ROOT, RUNS_DIR = "data.root", "reporting.runs_dir"
-TOP = ("title", "notes", "seeds", "metrics", "base", "settings", "rows")
+TOP = ("title", "notes", "seeds", "metrics", "gain_row", "base", "settings", "rows")
 OWN = ("seed", "resume", RUNS_DIR)
 """Keys of the run config that the command sets itself."""
 
@@ -72,6 +73,7 @@ class Plan:
     base: Mapping[str, Scalar]
     settings: tuple[Setting, ...]
     rows: tuple[Row, ...]
+    gain_row: str = ""
 
     def cells(self) -> Iterator[tuple[Setting, Row, int]]:
         """Every cell; those that share a partition follow each other, so that a worker opens the data once."""
@@ -104,7 +106,7 @@ def read_plan(path: Path) -> Plan:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(path, [f"it is not valid TOML: {error}"]) from None
     problems = [f"{key} is unknown; there are {', '.join(TOP)}" for key in found if key not in TOP]
-    for key in ("title", "notes"):
+    for key in ("title", "notes", "gain_row"):
         if not isinstance(found.get(key, ""), str):
             problems.append(f"{key} = {found[key]!r} must be text")
     seeds, metrics = found.get("seeds"), found.get("metrics")
@@ -123,10 +125,14 @@ def read_plan(path: Path) -> Plan:
     known = {setting.name for setting in settings}
     for row in rows:
         problems += [f"rows.{row.name}: skip names {name!r}, no such setting" for name in row.skip if name not in known]
+    gain_row = found.get("gain_row", "")
+    if gain_row and gain_row not in {row.name for row in rows}:
+        problems.append(f"gain_row = {gain_row!r} is no row; there are {', '.join(row.name for row in rows)}")
     if problems:
         raise PlanError(path, problems)
     title = found.get("title", "") or path.stem
-    return Plan(path, title, found.get("notes", ""), tuple(seeds), tuple(metrics), base, tuple(settings), tuple(rows))
+    notes, seeds, metrics = found.get("notes", ""), tuple(seeds), tuple(metrics)
+    return Plan(path, title, notes, seeds, metrics, base, tuple(settings), tuple(rows), gain_row)
 
 
 def _is_list(value: Any, kind: type) -> bool:

@@ -9,30 +9,27 @@ import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from server_app.compare_cells import Cell
-from server_app.compare_figures import BYTES, ROUND_SECONDS, SECONDS, WORST_LABEL, WORST_SITE, Figures, read_figures
+from server_app.compare_columns import EXTRA, better, column_name, figure, signed
+from server_app.compare_figures import BYTES, WEAKEST_GAIN, WORST_LABEL, WORST_SITE, Figures, read_figures, with_gains
 from server_app.compare_plan import DATA_ROOT, Plan, Row, Setting
-from server_app.compare_stats import Spread, spread, t_interval
-from server_app.report_words import NOT_DEFINED, data_size, metric_name, number_of
+from server_app.compare_stats import Spread, paired, spread, t_interval
+from server_app.report_words import NOT_DEFINED, data_size, number_of
 from server_app.run_folder import versions
 
 CONFIDENCE = 0.95
 FEW_SEEDS = 10
-LOWER_IS_BETTER = frozenset({"loss", BYTES, SECONDS, ROUND_SECONDS})
-HIGHER_IS_BETTER = re.compile(r"(macro|micro|worst)_|(auroc|ap|f1)_q\d+$|(balanced_)?accuracy$|neg_loss$")
-EXTRA_COLUMNS = {
-    WORST_SITE: "AUROC, worst site",
-    WORST_LABEL: "AUROC, worst label",
-    BYTES: "Bytes a round (to the sites / back)",
-    ROUND_SECONDS: "Seconds a round",
-    SECONDS: "Seconds a run",
-}
+NOT_MEASURED = "-"
+"""A figure that no run of a row has or can define, as one from text where there is no text."""
+
+Pairs = Sequence[tuple[Mapping[str, float | None], Mapping[str, float | None]]]
+"""Values of a row and of the first row at the same seed."""
 
 
 def page(plan: Plan, cells: Sequence[Cell], *, command: str, jobs: int, written: str) -> str:
@@ -94,11 +91,17 @@ def _how_to_read(plan: Plan, jobs: int) -> str:
         if len(plan.seeds) < FEW_SEEDS
         else " The intervals are not corrected for the number of comparisons."
     )
+    gain = (
+        f" The weakest site is the one where `{plan.gain_row}` has the lowest mean AUROC at the same seed; its gain is "
+        "the row's mean AUROC there minus that one, - where the row does not measure that site."
+        if plan.gain_row
+        else ""
+    )
     return (
         f"Figures are those of the test data: mean ± standard deviation (ddof = 1) over the {seeds}; a "
         "seed draws the partition, the first weights and the order of training. Bold: the best mean of a column among "
         "the rows with most seeds; rows stand in the order of the plan. The worst site is the one with the lowest mean "
-        f"AUROC over labels on its own test examples. Differences are those to {first} at the same seed, with "
+        f"AUROC over labels on its own test examples.{gain} Differences are those to {first} at the same seed, with "
         f"Student's {CONFIDENCE:.0%} interval of their mean.{few} Seconds were taken with up to "
         f"{number_of(jobs, 'cell')} at a time on this machine, a run's with start, evaluation, export and "
         "report: a rough guide, no benchmark."
@@ -110,10 +113,14 @@ def _section(plan: Plan, setting: Setting, cells: Sequence[Cell], done: Mapping[
     parts = [f"## {setting.name}", " ".join([_described({**needed, **setting.run_config}), setting.note]).strip()]
     rows = {row.name: [cell for cell in cells if cell.row == row] for row in plan.rows}
     figures = {name: {cell.seed: done[id(cell)] for cell in mine if id(cell) in done} for name, mine in rows.items()}
+    if plan.gain_row:
+        figures = with_gains(figures, plan.gain_row)
     if any(figures.values()):
         parts.append(_figures_table(plan, rows, figures))
         if len(plan.rows) > 1:
             parts += [f"Difference to `{plan.rows[0].name}`:", _differences_table(plan, figures)]
+            if len(plan.seeds) > 2:
+                parts += [_PAIRED.format(plan.rows[0].name), _paired_table(plan, figures)]
     troubled = [cell for cell in cells if cell.status in ("failed", "skipped", "waiting")]
     if troubled:
         parts.append("Without a result:\n\n" + "\n".join(_troubles(plan.rows, troubled, len(plan.seeds))))
@@ -152,7 +159,7 @@ def _troubles(rows: Iterable[Row], cells: Sequence[Cell], num_seeds: int) -> lis
 
 
 def _figures_table(plan: Plan, rows: Mapping[str, Sequence[Cell]], figures: Mapping[str, Mapping[int, Figures]]) -> str:
-    columns = [*plan.metrics, *(key for key in EXTRA_COLUMNS if key not in plan.metrics)]
+    columns = _columns(plan, EXTRA)
     spreads = {
         name: {key: spread([found.values.get(key) for found in by_seed.values()]) for key in columns}
         for name, by_seed in figures.items()
@@ -165,44 +172,38 @@ def _figures_table(plan: Plan, rows: Mapping[str, Sequence[Cell]], figures: Mapp
             continue
         cells = [_cell(key, spreads[name][key], list(by_seed.values()), best[key]) for key in columns]
         lines.append([name, *cells, _share(len(by_seed), len(plan.seeds))])
-    return _markdown(["Row", *(EXTRA_COLUMNS.get(key) or metric_name(key) for key in columns), "Seeds"], lines)
+    return _markdown(["Row", *map(column_name, columns), "Seeds"], lines)
+
+
+def _columns(plan: Plan, extra: Iterable[str]) -> list[str]:
+    """The plan's metrics, then the others; the gain only where the plan says over which row."""
+    return [
+        *plan.metrics,
+        *(key for key in extra if key not in plan.metrics and (key != WEAKEST_GAIN or plan.gain_row)),
+    ]
 
 
 def _cell(key: str, found: Spread, figures: Sequence[Figures], best: str | None) -> str:
     if found.mean is None:
-        return NOT_DEFINED
-    shown = _shown(key, found.mean)
+        return NOT_MEASURED
+    shown = figure(key, found.mean)
     text = f"**{shown}**" if shown == best else shown
     if key == BYTES:
         down, up = (spread([run.bytes[way] for run in figures]).mean for way in (0, 1))
         return text + f" ({data_size(down)} / {data_size(up)})"
-    text += f" ± {NOT_DEFINED if found.sd is None else _shown(key, found.sd, like=found.mean)}"
+    text += f" ± {NOT_DEFINED if found.sd is None else figure(key, found.sd, like=found.mean)}"
     if found.count < len(figures):
         text += f" (n = {found.count})"
     names = {run.worst.get(key) for run in figures} - {None}
     return text + (f" ({'label ' * (key == WORST_LABEL)}{names.pop()})" if len(names) == 1 else "")
 
 
-def _shown(key: str, value: float, *, like: float | None = None) -> str:
-    """A figure as people read it, with the decimals of another one that it stands beside."""
-    size = abs(value if like is None else like)
-    if key == BYTES:
-        return data_size(value)
-    if key in (SECONDS, ROUND_SECONDS):
-        return f"{value:.1f}" if size >= 10 else f"{value:.2f}"
-    return f"{value:.3f}" if size >= 0.001 or size == 0 else f"{value:.3g}"
-
-
 def _best(
     key: str, spreads: Mapping[str, Mapping[str, Spread]], figures: Mapping[str, Mapping[int, Figures]]
 ) -> str | None:
     """The best mean as it is shown, so that rows that look alike are marked alike; None where a figure has no side."""
-    choose: Callable[..., float]
-    if key in LOWER_IS_BETTER:
-        choose = min
-    elif key == WORST_SITE or HIGHER_IS_BETTER.match(key):
-        choose = max
-    else:
+    choose = {"lower": min, "higher": max}.get(better(key))
+    if choose is None:
         return None
     most = max(map(len, figures.values()))
     means = [
@@ -210,29 +211,57 @@ def _best(
         for name, found in spreads.items()
         if len(figures[name]) == most and found[key].count == most and found[key].mean is not None
     ]
-    return _shown(key, choose(means)) if len({_shown(key, mean) for mean in means}) > 1 else None
+    return figure(key, choose(means)) if len({figure(key, mean) for mean in means}) > 1 else None
 
 
 def _differences_table(plan: Plan, figures: Mapping[str, Mapping[int, Figures]]) -> str:
-    columns = [*plan.metrics, *(key for key in (WORST_SITE, WORST_LABEL) if key not in plan.metrics)]
+    columns = _columns(plan, (WORST_SITE, WORST_LABEL, WEAKEST_GAIN))
     base = figures[plan.rows[0].name]
     lines = []
     for row in plan.rows[1:]:
         pairs = [(found.values, base[seed].values) for seed, found in figures[row.name].items() if seed in base]
-        cells = [_difference([(mine.get(key), first.get(key)) for mine, first in pairs]) for key in columns]
+        cells = [_difference(key, pairs) for key in columns]
         lines.append([row.name, *cells, _share(len(pairs), len(plan.seeds))])
-    titles = [EXTRA_COLUMNS.get(key) or metric_name(key) for key in columns]
-    return _markdown(["Row", *titles, "Seeds in common"], lines)
+    return _markdown(["Row", *map(column_name, columns), "Seeds in common"], lines)
 
 
-def _difference(pairs: Iterable[tuple[float | None, float | None]]) -> str:
-    differences = [mine - first for mine, first in pairs if mine is not None and first is not None]
+_PAIRED = (
+    "The same differences, seed by seed: their Hodges-Lehmann shift, the share of seeds in which the row is above "
+    "`{}`, and the smaller one-sided p of Wilcoxon's signed ranks (exact; not corrected for the number of comparisons):"
+)
+
+
+def _paired_table(plan: Plan, figures: Mapping[str, Mapping[int, Figures]]) -> str:
+    base = figures[plan.rows[0].name]
+    lines = []
+    for row in plan.rows[1:]:
+        pairs = [(found.values, base[seed].values) for seed, found in figures[row.name].items() if seed in base]
+        lines.append([row.name, *(_paired_cell(key, pairs) for key in plan.metrics)])
+    return _markdown(["Row", *map(column_name, plan.metrics)], lines)
+
+
+def _paired_cell(key: str, pairs: Pairs) -> str:
+    found = paired(_gaps(key, pairs))
+    if found.shift is None or found.share_above is None or found.p_below is None or found.p_above is None:
+        return NOT_MEASURED if pairs else NOT_DEFINED
+    side, p = min(("below", found.p_below), ("above", found.p_above), key=lambda pair: pair[1])
+    return f"{signed(key, found.shift)}, {found.share_above:.0%} above, p {side} {p:.3f}"
+
+
+def _difference(key: str, pairs: Pairs) -> str:
+    differences = _gaps(key, pairs)
     found, interval = spread(differences), t_interval(differences, CONFIDENCE)
     if found.mean is None:
-        return NOT_DEFINED
+        return NOT_MEASURED if pairs else NOT_DEFINED
     if interval is None:
-        return f"{found.mean:+.3f} (interval {NOT_DEFINED})"
-    return f"{found.mean:+.3f} ({interval[0]:+.3f} to {interval[1]:+.3f})"
+        return f"{signed(key, found.mean)} (interval {NOT_DEFINED})"
+    return f"{signed(key, found.mean)} ({signed(key, interval[0])} to {signed(key, interval[1])})"
+
+
+def _gaps(key: str, pairs: Pairs) -> list[float]:
+    """Row minus first row, at every seed where both have the figure."""
+    values = [(mine.get(key), first.get(key)) for mine, first in pairs]
+    return [mine - first for mine, first in values if mine is not None and first is not None]
 
 
 def _share(count: int, wanted: int) -> str:

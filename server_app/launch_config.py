@@ -17,6 +17,8 @@ from federation.settings import flatten
 
 RUNS_DIR, DATA_ROOT = "reporting.runs_dir", "data.root"
 PATHS = (DATA_ROOT, "data.cache_dir", "model.weights", "resume", RUNS_DIR)
+PATH_ENDINGS = ("_dir", "_root")
+"""Settings of a method whose names end so are paths too."""
 
 Value = int | float | bool | str
 RunConfig = dict[str, Value]
@@ -88,10 +90,10 @@ def resolve_run_config(options: argparse.Namespace, defaults: Mapping[str, objec
         chosen[RUNS_DIR] = str(options.runs_dir)
     if wrong := {key: value for key, value in chosen.items() if not isinstance(value, Value)}:
         raise LaunchError(f"a run config holds numbers, true/false and text only; not so: {wrong}")
-    for key in PATHS:
+    for key in (*PATHS, *(key for key in defaults if key.endswith(PATH_ENDINGS) and key not in PATHS)):
         # The server runs in an empty folder of its own: a relative path would mean something else there.
         path = str(chosen.get(key, defaults.get(key, "")))
-        if path and not (key == DATA_ROOT and path in EMBEDDED):
+        if path and path not in EMBEDDED:
             chosen[key] = os.path.abspath(os.path.expanduser(path))
     return chosen  # type: ignore[return-value]  # checked above
 

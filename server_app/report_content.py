@@ -6,6 +6,7 @@ from typing import Any
 
 from server_app.report_charts import Chart, Point, line_chart
 from server_app.report_collapse import COLLAPSE, COLLAPSE_WORDS, with_collapse
+from server_app.report_labels import label_charts
 from server_app.report_tables import (
     Result,
     data_table,
@@ -54,7 +55,7 @@ def page_of(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]], proble
         "lead": lead(run, rounds, result, method, status),
         "figures": figures(run, rounds, result),
         "remarks": remarks(run, result),
-        "charts": charts(run, rounds, evaluations, result),
+        "charts": [*charts(run, rounds, evaluations, result), *label_charts(records)],
         "labels": labels_table(run, result),
         "sites": sites_table(result),
         "trouble": trouble,

@@ -170,13 +170,22 @@ def sites_table(result: Result) -> Table | None:
 
 
 def trouble_table(run: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> Table | None:
-    """Which site's reply was refused or did not come, why and in which rounds; None if there was nothing."""
+    """Which site's reply was refused or did not come, why and in which rounds; None if there was nothing.
+
+    With a secure sum also which modules were frozen or had values cut.
+    """
     seen: dict[tuple[str, str, str], list[int]] = {}
     for record in rounds:
+        at = int(number(record.get("round")) or 0)
+        for module, reason in (record.get("frozen") or {}).items():
+            seen.setdefault((f"module {module}", "frozen", reason), []).append(at)
+        for module in record.get("clipped") or {}:
+            reason = "changes beyond privacy.secure_range were cut; metrics.jsonl says how many"
+            seen.setdefault((f"module {module}", "clipped", reason), []).append(at)
         for kind in ("refused", "missing"):
             for entry in record.get(kind) or []:
                 site, reason = _site_and_reason(entry)
-                seen.setdefault((site, kind, reason), []).append(int(number(record.get("round")) or 0))
+                seen.setdefault((site, kind, reason), []).append(at)
     rows = [
         Row(site, [Cell(kind), Cell(round_ranges(at)), Cell(reason)], mark="")
         for (site, kind, reason), at in sorted(seen.items())
@@ -188,6 +197,8 @@ def trouble_table(run: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -
         "Refused: the reply came but failed a check and was left out. Missing: no reply in time. The rounds went on "
         "without them, with the result they would have had if the site had not been asked."
     )
+    if any(kind in ("frozen", "clipped") for _, kind, _ in seen):
+        caption += " Frozen: too few sites trained the module for a secure sum, so it stayed as it was."
     return (
         Table("Refused replies and missing sites", ("Site", "What", "Rounds", "Reason"), rows, caption, wordy=True)
         if rows

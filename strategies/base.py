@@ -569,16 +569,21 @@ class FederatedStrategy(Strategy):
         return replies
 
     def ask(
-        self, grid: Grid, server_round: int, cards: Iterable[SiteCard], config: Mapping[str, Any] | None = None
+        self,
+        grid: Grid,
+        server_round: int,
+        cards: Iterable[SiteCard],
+        config: Mapping[str, Any] | Callable[[SiteCard], Mapping[str, Any]] | None = None,
     ) -> Iterator[tuple[SiteCard, dict[str, Any]]]:
         """Puts the method's own question to sites, with the global modules; gives each usable answer's numbers.
 
-        In the order of the sites' names. A site that fails or answers something undeclared is left out and named in
-        the log and the run folder.
+        ``config``: what the question says, to all or to each. In the order of the sites' names. A site that fails or
+        answers something undeclared is left out and named in the log and the run folder.
         """
         assert self._observer is not None
         self.record = RoundRecord(server_round)
-        messages = (self._message(wire.ASK, card, server_round, config or {}) for card in cards)
+        told = config if callable(config) else lambda card: config or {}
+        messages = (self._message(wire.ASK, card, server_round, told(card)) for card in cards)
         for message in self._replies(grid, messages):
             if (reply := self._gated(message, 0.0)) is not None:
                 yield self._sent[message.metadata.src_node_id].card, dict(reply.numbers[wire.EXTRA])

@@ -9,7 +9,7 @@ import numpy as np
 
 from federation import wire
 from federation.metrics import ScoreHistogram
-from federation.summaries import per_class_table, summarise, summarise_confusion
+from federation.summaries import per_class_table, recalls, summarise, summarise_confusion
 from strategies.gate import Reply
 
 POOLED = "pooled"
@@ -110,6 +110,12 @@ class PooledScores:
         }
 
     def per_class(self, thresholds: np.ndarray | None, excluded: set[str], scope: str = POOLED) -> list[dict[str, Any]]:
-        """One row a label with support, AUROC, AP, F1, sensitivity and specificity with intervals."""
+        """One row a label with support, AUROC, AP, F1, sensitivity and specificity with intervals.
+
+        For one-label tasks also the recall of the answer that scores highest, which no threshold enters.
+        """
         thresholds = 0.5 if thresholds is None else thresholds
-        return per_class_table(self._histograms[scope], self.labels, thresholds=thresholds, excluded=excluded)
+        rows = per_class_table(self._histograms[scope], self.labels, thresholds=thresholds, excluded=excluded)
+        if self.task == "multiclass":
+            rows = [{**row, "recall": value} for row, value in zip(rows, recalls(self._confusion[scope]), strict=True)]
+        return rows

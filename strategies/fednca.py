@@ -106,7 +106,7 @@ def _too_long_steps(settings: Settings) -> list[str]:
     return [
         f"method = 'fednca' with training.optimizer = 'sgd', training.lr = {training.lr} and training.momentum = "
         f"{training.momentum} diverges: its loss is a sum over the labels and its logits have a scale of 10; use "
-        "training.optimizer = 'adamw' with training.lr = 0.001, or training.lr = 0.001"
+        "training.optimizer = 'adamw' with training.lr = 0.001, or SGD with training.lr = 0.001"
     ]
 
 

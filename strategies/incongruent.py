@@ -11,6 +11,7 @@ for all methods; a test holds it against the specification's numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from logging import INFO, WARNING
 
 import numpy as np
@@ -50,19 +51,17 @@ from strategies.discovery import QuorumError
 from strategies.evaluation import PooledScores
 from strategies.gate import Reply
 from strategies.incongruent_area import IncongruentArea
-from strategies.incongruent_rules import contradictions
+from strategies.incongruent_coverage import Coverage, CoverageError
+from strategies.incongruent_rules import card_contradiction, contradictions
 from strategies.progress import Modules
 from strategies.scheduling import paired_quota, stratified
+from strategies.secure_round import SecureMean
 
-__all__ = ["Incongruent", "IncongruentArea", "paired_quota"]
+__all__ = ["CoverageError", "Incongruent", "IncongruentArea", "paired_quota"]
 
 BLOCKS = ("macro_auroc", "head_auroc", "tail_auroc", "site_variance", "worst_auroc", "auroc_q10", "class_variance")
 MAX_GROWTH = 1.1
 """A reply may count this many times the samples of its site's card (spec 9)."""
-
-
-class CoverageError(RuntimeError):
-    """A module of the model was never trained by anybody (spec 5.5)."""
 
 
 class Incongruent(FederatedStrategy):
@@ -72,6 +71,7 @@ class Incongruent(FederatedStrategy):
     profile_extra = CARD_NUMBERS
     train_extra = TRAIN_NUMBERS
     views = VIEWS
+    secure_summable = True
     contradictions = staticmethod(contradictions)
 
     def __init__(self, settings: Settings, experiment: str = "experiment") -> None:
@@ -80,7 +80,7 @@ class Incongruent(FederatedStrategy):
         self._profiles: dict[str, str] = {}
         self._sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._public: dict[str, torch.Tensor] = {}
-        self._covered: dict[str, torch.Tensor] = {}
+        self._coverage = Coverage()
         self._critical = torch.zeros(0)
 
     # -- round 0 (spec 5.1) ---------------------------------------------------------------------------------------
@@ -132,8 +132,10 @@ class Incongruent(FederatedStrategy):
                 log(WARNING, "\t%s says it has images only and counts reports; it takes part with images", card.site)
             if profile == "paired" and card.extra["pairs"] < 2:
                 log(WARNING, "\t%s has both modalities but %s pairs", card.site, card.extra["pairs"])
-            if max(card.extra["images"], card.extra["reports"]) > card.num_train:
-                raise CardError(f"{card.site} counts more images or reports than training samples; mend its manifest")
+            if wrong := card_contradiction(card, profile):
+                raise CardError(
+                    f"the card of {card.site} contradicts itself: {wrong}; mend its manifest or leave it out"
+                )
             self._profiles[card.site] = profile
         kinds = {card.extra["tokenizer"] for card in self.table.cards if card.extra["tokenizer"]}
         if len(kinds) > 1:
@@ -145,7 +147,7 @@ class Incongruent(FederatedStrategy):
         log(INFO, "profiles: %s", ", ".join(f"{site} {profile}" for site, profile in sorted(self._profiles.items())))
 
     def _global_counts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """Positives ``(C,)``, pairs of positives ``(C, C)``, known entries ``(C,)``, samples; suppressed counts as 0."""
+        """Positives ``(C,)``, pairs of positives ``(C, C)``, known entries ``(C,)``, samples; suppressed ones as 0."""
         cards, size = self.table.trainable, len(self.table.labels)
 
         def total(values: list) -> torch.Tensor:
@@ -198,12 +200,28 @@ class Incongruent(FederatedStrategy):
         changes = {}
         for module, arrays in reply.modules.items():
             if module == PROTOTYPES:
-                self._sums[reply.site] = tuple(wire.tensors(arrays)[name] for name in ("sums", "released"))
+                self._sums[reply.site] = self._checked_sums(reply.site, wire.tensors(arrays))
             elif module == PUBLIC:
                 self._public[reply.site] = wire.tensors(arrays)["embeddings"]
             else:
                 changes[module] = self._dense(module, arrays, reply.server_round)
         return changes
+
+    def _checked_sums(self, site: str, sent: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prototype sums and their flags. A patient adds 1 at most, so the sums are bounded (spec 4.4)."""
+        reports = next(card for card in self.table.cards if card.site == site).extra["reports"]
+        length, limit = float(torch.linalg.vector_norm(sent["sums"].double())), MAX_GROWTH * reports
+        if not self.options.proto_sigma and length > limit:
+            raise wire.WireError(f"its text directions add up to {length:.4g}, {reports} reports allow {limit:.4g}")
+        return sent["sums"], sent["released"]
+
+    def _dense_mean(self, module: str, mean: SecureMean, server_round: int) -> SecureMean:
+        """A secure sum adds what was sent; with shared coordinates it is made dense afterwards."""
+        if self.options.compressor(module) is None:
+            return mean
+        state = self.progress.modules[module]
+        counters = {name: value.numpy() for name, value in state.items() if not value.is_floating_point()}
+        return replace(mean, mean=self._dense(module, {**counters, **mean.mean}, server_round))
 
     def _dense(self, module: str, arrays: Arrays, server_round: int) -> Arrays:
         topk = self.options.compressor(module)
@@ -245,6 +263,8 @@ class Incongruent(FederatedStrategy):
         return weight
 
     def combine(self, means: Mapping[str, StreamingMean], server_round: int) -> Modules:
+        if self.settings.privacy.secure_sum:
+            means = {module: self._dense_mean(module, mean, server_round) for module, mean in means.items()}
         modules = super().combine(means, server_round)
         sums = [self._sums[site] for site in sorted(self._sums)]
         context = modules[CONTEXT]
@@ -273,17 +293,13 @@ class Incongruent(FederatedStrategy):
         """Counts who trained what; at the end every module must have been trained by somebody."""
         sites = [card.site for card in self.table.cards]
         for module in self._trainable():
-            table = self._covered.setdefault(module, torch.zeros(len(sites), 2, dtype=torch.int64))
-            for site in means[module].sites if module in means else ():
-                table[sites.index(site), 0] += 1
-                table[sites.index(site), 1] = server_round
-        last = self.settings.federation.rounds
-        never = sorted(module for module, table in self._covered.items() if not table[:, 0].any())
+            self._coverage.note(module, means[module].sites if module in means else (), sites, server_round)
+        last, never = self.settings.federation.rounds, self._coverage.untrained()
         if never and server_round == min(5, last):
             log(WARNING, "\tnobody has trained %s yet", ", ".join(never))
         if server_round < last or self._observer is None:
             return
-        self._observer.keep("coverage", self._coverage(sites))
+        self._observer.keep("coverage", self._coverage.by_tensor(sites, self.progress.modules))
         if never and self.options.coverage == "error":
             raise CoverageError(
                 f"nobody ever trained {', '.join(never)}: the model would be served as it was initialised. See "
@@ -298,17 +314,6 @@ class Incongruent(FederatedStrategy):
         if "paired" in profiles and self.options.impute:
             modules |= set(IMPUTATION)
         return [module for module in MODULES if module in modules and module in self.progress.modules]
-
-    def _coverage(self, sites: list[str]) -> dict[str, dict[str, object]]:
-        found = {}
-        for module, table in self._covered.items():
-            entry = {
-                "updates": int(table[:, 0].sum()),
-                "sites": [site for site, (count, _) in zip(sites, table.tolist(), strict=True) if count],
-                "last_round": int(table[:, 1].max()),
-            }
-            found |= {f"{module}.{name}": entry for name in self.progress.modules[module]}
-        return found
 
     # -- evaluation (spec 7) --------------------------------------------------------------------------------------
 
@@ -354,13 +359,11 @@ class Incongruent(FederatedStrategy):
         }
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"critical": self._critical, **{f"covered/{module}": table for module, table in self._covered.items()}}
+        return {"critical": self._critical, **self._coverage.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         self._critical = state["critical"]
-        self._covered = {
-            name.removeprefix("covered/"): table.clone() for name, table in state.items() if name.startswith("covered/")
-        }
+        self._coverage.load_state_dict(state)
 
 
 register("incongruent", Incongruent, settings=IncongruentArea, site="client_app.incongruent")

@@ -1,8 +1,9 @@
-"""Settings of `incongruent` that are fine alone and wrong together: refused before anything starts (spec 14)."""
+"""What of `incongruent` contradicts itself: settings before anything starts (spec 14), a card in round 0 (spec 5.1)."""
 
 from __future__ import annotations
 
 from federation.settings import Settings
+from strategies.cards import SiteCard
 
 
 def contradictions(settings: Settings) -> list[str]:
@@ -15,7 +16,8 @@ def contradictions(settings: Settings) -> list[str]:
         )
     if options.dim % 4:
         found.append(
-            f"incongruent.dim = {options.dim} is not divisible by the 4 heads of the attention; use {4 * (options.dim // 4)}"
+            f"incongruent.dim = {options.dim} is not divisible by the 4 heads of the attention; "
+            f"use {4 * (options.dim // 4)}"
         )
     if options.loot and not options.public_root:
         found.append("incongruent.loot = true needs public samples; set incongruent.public_root or loot = false")
@@ -28,6 +30,11 @@ def contradictions(settings: Settings) -> list[str]:
             f"incongruent.modality = {options.modality!r} leaves no module to fill in for incongruent.agg_mode = "
             f"{options.agg_mode!r}; use 'partial'"
         )
+    if settings.federation.weighting == "equal":
+        found.append(
+            "federation.weighting = 'equal' has no meaning here: a module weighs by the samples behind it; use "
+            "'num_examples', and federation.max_site_share against one huge site"
+        )
     if options.pooled and settings.data.partition == "own":
         found.append("incongruent.pooled = true pools samples, which hospitals do not; it is for simulations")
     if getattr(settings.privacy, "secure_sum", False):
@@ -36,9 +43,29 @@ def contradictions(settings: Settings) -> list[str]:
                 "privacy.secure_sum needs the same coordinates from all sites, incongruent.topk_index = 'magnitude' "
                 "lets each choose; use 'shared_seed' or topk_ratio = 1"
             )
+        if options.profile_balance == "equal":
+            found.append(
+                "privacy.secure_sum adds whole numbers, incongruent.profile_balance = 'equal' makes weights fractions; "
+                "use 'none'"
+            )
         if options.proto_lambda > 0 or options.loot:
             found.append(
                 "privacy.secure_sum hides single sites, but incongruent.proto_lambda > 0 and incongruent.loot send a "
                 "site's own sums in plain; set proto_lambda = 0 and loot = false"
             )
     return found
+
+
+def card_contradiction(card: SiteCard, profile: str) -> str:
+    """What in a card does not fit its own counts, "" where all does."""
+    counts, size = card.extra, len(card.labels)
+    if max(counts["images"], counts["reports"]) > card.num_train:
+        return f"it counts {counts['images']} images and {counts['reports']} reports of {card.num_train} samples"
+    if counts["pairs"] > min(counts["images"], counts["reports"]):
+        return f"it counts {counts['pairs']} pairs of {counts['images']} images and {counts['reports']} reports"
+    needed = {"image": "images", "text": "reports"}.get(profile)
+    if needed and card.num_train and not counts[needed]:
+        return f"its profile is {profile!r} and it counts no {needed}"
+    if len(counts["pair_counts"]) != size**2 or max(counts["pair_counts"]) > card.num_train:
+        return f"its counts of pairs of labels do not fit {size} labels and {card.num_train} samples"
+    return ""

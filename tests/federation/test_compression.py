@@ -263,3 +263,13 @@ def test_index_mode_and_indices_must_agree():
         TopK(0.5, index="shared_seed").encode(change)
     with pytest.raises(ValueError, match="do not fit 2 of 4"):
         TopK(0.5, index="shared_seed").encode(change, indices=np.array([0, 1, 2]))
+
+
+def test_running_statistics_travel_whole_and_leave_no_residual():
+    change = {"bn.running_var": np.float32([5.0, -4.0]), "conv.weight": np.float32([1.0, 2.0, 3.0, 4.0])}
+    topk = TopK(0.25)
+    sent, residual = topk.encode(change)
+    assert sent["bn.running_var"].tolist() == [5.0, -4.0] and sent["val"].tolist() == [4.0]
+    assert set(residual) == {"conv.weight"}
+    dense = topk.decode(sent, wire.spec_of(change))
+    assert dense["bn.running_var"].tolist() == [5.0, -4.0] and dense["conv.weight"].tolist() == [0.0, 0.0, 0.0, 4.0]

@@ -17,10 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from federation.blocks import four_blocks
 from federation.settings import Settings
 from server_app import compare, compare_workers
 from server_app.compare_cells import INDEX, Cell, cell_key, prepare
-from server_app.compare_figures import WORST_SITE, read_figures
+from server_app.compare_columns import better, column_name, figure
+from server_app.compare_figures import WEAKEST_GAIN, WORST_SITE, Figures, read_figures, with_gains
 from server_app.compare_plan import PlanError, Row, Setting, read_plan
 from server_app.compare_stats import spread, t_interval, t_quantile
 from server_app.compare_table import page, without_folders
@@ -30,6 +32,7 @@ PLAN = """
 title = "Tiny"
 seeds = [1, 2]
 metrics = ["macro_auroc", "micro_f1"]
+gain_row = "near"
 notes = "Two rounds teach nobody anything."
 
 [base]
@@ -149,7 +152,27 @@ def test_differences_are_paired_by_seed_and_carry_students_interval(compared):
     mean = sum(gaps) / 2
     half = 12.7062 * abs(gaps[0] - gaps[1]) / 2  # t of one degree at 95 %, times the standard error of two values
     assert near[1] == f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
-    assert broken[1:] == ["not defined"] * 4 + ["0 of 2"]
+    assert broken[1:] == ["not defined"] * 5 + ["0 of 2"]
+
+
+def test_weakest_site_is_that_of_the_row_named_and_its_gain_is_paired_by_seed(compared):
+    _, runs, out, _ = compared
+    rows = {row[0]: row for row in table_rows(out.read_text(encoding="utf-8"), "## digits")}
+    macros = {
+        name: [
+            {site["site"]: site["summary"]["macro_auroc"] for site in run["final"]["test"]["per_site"]}
+            for run in runs_of(runs, name).values()
+        ]
+        for name in ("plain", "near")
+    }
+    gains = []
+    for plain, near in zip(macros["plain"], macros["near"], strict=True):
+        weakest = min(near, key=near.get)
+        gains.append(plain[weakest] - near[weakest])
+    mean, sd = sum(gains) / 2, abs(gains[0] - gains[1]) / math.sqrt(2)
+    assert rows["plain"][5].replace("*", "").startswith(f"{mean:.3f} ± {sd:.3f}")
+    assert rows["near"][5].replace("*", "").startswith("0.000 ± 0.000")
+    assert "Weakest site's gain" in out.read_text(encoding="utf-8")
 
 
 def test_best_mean_of_a_column_is_bold_and_the_order_stays(compared):
@@ -381,6 +404,61 @@ def test_undefined_site_is_no_worst_site(tmp_path):
     assert (
         found.values["macro_auroc"] is None and found.values["bytes_per_round"] is None and found.bytes == (None, None)
     )
+
+
+def figures_of(sites=None, **values):
+    return Figures(values, {}, (None, None), {}, sites or {})
+
+
+def test_gain_at_the_weakest_site_is_that_of_the_four_blocks():
+    alone = {"a": 0.7, "b": 0.55, "c": 0.55}
+    mine = {"a": 0.6, "b": 0.75, "c": 0.9}
+    found = with_gains({"fed": {1: figures_of(mine)}, "alone": {1: figures_of(alone)}}, "alone")
+    by_site, local_only = ({site: [value] for site, value in row.items()} for row in (mine, alone))
+    blocks = four_blocks([0.5], by_site, [1], local_only)  # of one label, so a site's mean is that label's AUROC
+    assert found["fed"][1].values[WEAKEST_GAIN] == pytest.approx(blocks["weakest_gain"], abs=1e-15)
+    assert found["fed"][1].worst[WEAKEST_GAIN] == "b"
+    assert found["alone"][1].values[WEAKEST_GAIN] == 0.0
+
+
+def test_row_without_the_weakest_site_or_without_its_seed_has_no_gain():
+    """Images only: the weakest site has reports, and the gain of another one would not be its."""
+    figures = {
+        "images": {1: figures_of({"a": 0.8}), 2: figures_of({"a": 0.8, "b": 0.9})},
+        "alone": {1: figures_of({"a": 0.7, "b": 0.6})},
+    }
+    found = with_gains(figures, "alone")
+    assert found["images"][1].values[WEAKEST_GAIN] is None
+    assert found["images"][2].values[WEAKEST_GAIN] is None and WEAKEST_GAIN not in found["images"][2].worst
+    assert WEAKEST_GAIN not in figures["images"][1].values
+
+
+def test_gain_row_that_does_not_exist_is_refused_and_without_one_there_is_no_such_column(compared, tmp_path):
+    with pytest.raises(PlanError, match="gain_row = 'nobody' is no row; there are plain, broken, near"):
+        read_plan(write_plan(tmp_path, PLAN.replace('gain_row = "near"', 'gain_row = "nobody"')))
+    plan = read_plan(write_plan(tmp_path, PLAN.replace('gain_row = "near"', "")))
+    text = page(plan, prepare(plan, compared[1]), command="", jobs=1, written="")
+    assert "Weakest site" not in text and "AUROC, worst site" in text
+
+
+def test_figures_of_a_view_have_readable_names_and_a_better_side():
+    assert column_name("image_macro_auroc") == "AUROC, mean over labels (image)"
+    assert column_name("text_tail_auroc") == "AUROC, rare labels (text)"
+    assert column_name("head_auroc") == "AUROC, frequent labels" and column_name("macro_f1") == "F1, mean over labels"
+    assert column_name("recall of Edema") == "recall of Edema"
+    for key in ("both_macro_auroc", "head_auroc", "text_auroc_q10", WORST_SITE, WEAKEST_GAIN, "neg_loss", "accuracy"):
+        assert better(key) == "higher"
+    for key in ("site_variance", "image_class_variance", "loss", "bytes_per_round", "seconds"):
+        assert better(key) == "lower"
+    assert better("num_examples") == "" == better("worst_auroc_label")
+    assert figure("site_variance", 0.00452) == "0.0045" and figure("macro_auroc", 0.85849) == "0.858"
+
+
+def test_figure_that_a_row_does_not_measure_is_a_dash(compared, tmp_path):
+    plan = read_plan(write_plan(tmp_path, PLAN.replace('"micro_f1"', '"text_macro_auroc"')))
+    text = page(plan, prepare(plan, compared[1]), command="", jobs=1, written="")
+    assert table_rows(text, "## digits")[0][2] == "-"
+    assert table_rows(text, "Difference to `plain`")[1][2] == "-"
 
 
 def test_absolute_paths_lose_their_folders_and_ratios_keep_their_slash():

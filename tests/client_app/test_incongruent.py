@@ -1,0 +1,346 @@
+"""`incongruent` at one site: what it reads, trains, keeps and sends, and what happens where something is missing."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from client_app import handler, incongruent, incongruent_memory, incongruent_samples, incongruent_teachers
+from client_app.egress import verify
+from client_app.incongruent_objective import Around, objective
+from client_app.incongruent_samples import read_samples
+from client_app.site import open_site
+from client_app.training import Job
+from datasets.records import IMAGE, REPORT, DataError
+from federation import wire
+from federation.settings import Settings
+from models.incongruent import MODULES, split_state
+from models.incongruent_exchange import CONTEXT, PROTOTYPES
+from models.incongruent_prototypes import empty_library
+from strategies.initial import seeded
+from tests.strategies.incongruent_wards import LABELS, run_config, ward, write
+
+SIZES = {"train": 8, "val": 4, "test": 4}
+
+
+@pytest.fixture
+def at(tmp_path):
+    """``at(profile, rows=None, **changes)``: a site, the modules that it is sent, and ``job(round, last_accepted)``."""
+
+    def make(profile="paired", rows=None, consents=None, **changes):
+        root = write(tmp_path / f"data-{profile}", rows or ward("a", profile, SIZES))
+        hospital = {"site": "a", "data-root": str(root), "state-dir": str(tmp_path / "state")}
+        settings = Settings.from_run_config(run_config(root, tmp_path / "runs", **{"federation__rounds": 9, **changes}))
+        site = replace(open_site(settings, hospital, tmp_path), consents=consents)
+        network = seeded(lambda: incongruent.build(LABELS, settings, MODULES), settings)
+        context = {"class_weights": torch.ones(3), **empty_library(3, settings.options.dim)._asdict()}
+        states = split_state(network)
+        sent = {name: states[name] for name in settings.options.site_modules(profile)}
+
+        def job(server_round=1, last_accepted=0):
+            config = {"profile": profile}
+            return Job(settings, server_round, last_accepted, config, torch.device("cpu"))
+
+        return site, {**sent, CONTEXT: context}, job
+
+    return make
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """States of the networks as they are after training, in the order of the trainings."""
+    seen = []
+    original = incongruent.keep_model
+
+    def keep(network, site, job):
+        seen.append({name: {k: v.clone() for k, v in state.items()} for name, state in split_state(network).items()})
+        original(network, site, job)
+
+    monkeypatch.setattr(incongruent, "keep_model", keep)
+    return seen
+
+
+def same(one, other):
+    return wire.state_sha256({"m": one}) == wire.state_sha256({"m": other})
+
+
+# -- what is absent (spec 3.2, 9) --------------------------------------------------------------------------------------
+
+
+def test_planted_nan_in_an_absent_image_changes_no_bit(at, monkeypatch):
+    rows = ward("a", "paired", SIZES)
+    for row in rows[::3]:
+        row["image"] = ""
+    site, modules, job = at(rows=rows)
+    clean = incongruent.train(site, modules, job())
+    original = incongruent_samples.load_batch
+
+    def planted(split, picked, *rest):
+        images, targets = original(split, picked, *rest)
+        images[~torch.from_numpy(split.present[picked, IMAGE])] = float("nan")
+        return images, targets
+
+    monkeypatch.setattr(incongruent_samples, "load_batch", planted)
+    dirty = incongruent.train(site, modules, job())
+    assert set(clean.modules) == set(dirty.modules)
+    for name, state in clean.modules.items():
+        assert wire.content_sha256(RecordDict({"m": wire.encode(state)})) == wire.content_sha256(
+            RecordDict({"m": wire.encode(dirty.modules[name])})
+        ), name
+
+
+@pytest.mark.parametrize("profile", ["image", "text"])
+def test_site_of_one_modality_leaves_gate_and_imputation_as_they_came(at, trained, profile):
+    """With MIN it is sent the gate and the net that it can use; none of their bits move, and neither is sent back."""
+    site, modules, job = at(profile, impute=True, topk_ratio=1.0)
+    update = incongruent.train(site, modules, job(2))
+    own, net = ("vision", "min_v2t") if profile == "image" else ("text", "min_t2v")
+    assert set(trained[0]) == {own, "gate", "fusion", "head", net}
+    assert same(trained[0]["gate"], modules["gate"]) and same(trained[0][net], modules[net])
+    assert not same(trained[0][own], modules[own]) and not same(trained[0]["fusion"], modules["fusion"])
+    assert set(update.modules) - {PROTOTYPES} == {own, "fusion", "head"}
+    assert update.extra["n_gate"] == 0 and update.extra[f"n_{own}"] == 8
+
+
+def test_odd_reports_and_images_are_absent_or_cut(at):
+    rows = ward("a", "paired", SIZES)
+    rows[0]["report"], rows[1]["report"] = " \n ", "word " * 500
+    rows[2]["patient"], rows[2]["report"] = rows[3]["patient"], rows[3]["report"]  # one report, two films
+    site, _, job = at(rows=rows)
+    samples = read_samples(site.data.splits["train"], job().settings, MODULES)
+    assert samples.there[:, REPORT].tolist() == [False] + [True] * 7
+    assert samples.tokens.shape[1] == 128
+    assert samples.studies[2] == samples.studies[3] and len(samples.studies.unique()) == 7
+
+
+def test_image_that_cannot_be_decoded_is_an_absent_one(at, tmp_path):
+    rows = ward("a", "paired", SIZES)
+    site, modules, job = at(rows=rows)
+    root = write(tmp_path / "broken", rows)
+    (root / rows[0]["image"]).write_bytes(b"no image")
+    node = {"site": "a", "data-root": str(root), "state-dir": str(tmp_path / "state")}
+    site = replace(open_site(job().settings, node, tmp_path), consents=None)
+    assert site.data.splits["train"].unreadable == 1
+    update = incongruent.train(site, modules, job(2))
+    assert update.extra["n_vision"] == 7 and update.extra["n_gate"] == 7 and update.extra["n_text"] == 8
+
+
+def test_split_holds_a_modality_that_the_profile_lacks(at):
+    """Profiles are those of the training samples; a test image at a site of reports is not looked at."""
+    rows = ward("a", "text", SIZES)
+    rows[-1]["image"] = "late.png"
+    site, modules, job = at("text", rows=rows)
+    scores = incongruent.evaluate(site, modules, job(2), "test")
+    assert {view: found.num_examples for view, found in scores.items()} == {"": 4, "both": 0, "image": 0, "text": 4}
+
+
+# -- the objective (spec 4) --------------------------------------------------------------------------------------------
+
+
+def parts_of(site, modules, job, rows, profile="paired", precision=None):
+    network, samples = incongruent._opened(site, {n: s for n, s in modules.items() if n in MODULES}, job, "train")
+    totals = Counter()
+    around = Around(profile, incongruent._frozen_copy(network), None, modules[CONTEXT], 8, 8, precision)
+    draws = torch.Generator().manual_seed(0)
+    loss = objective(network.train(), samples, around, job.settings.options, draws, totals)
+    value = loss(*samples.load(np.asarray(rows), "none", draws))
+    value.backward()
+    return value.detach(), totals
+
+
+def test_one_pair_in_a_batch_has_no_contrastive_term(at):
+    site, modules, job = at()
+    assert parts_of(site, modules, job(), [0])[1]["contrastive"] == 0
+    assert parts_of(site, modules, job(), [0, 1, 2])[1]["contrastive"] > 0
+
+
+def test_batch_without_a_known_label_costs_nothing_and_has_no_nan(at):
+    site, modules, job = at(align_lambda=0.0, prox_mode="off")
+    site.data.splits["train"].targets.setflags(write=True)
+    site.data.splits["train"].targets[:2] = -1
+    value, _ = parts_of(site, modules, job(), [0, 1])
+    assert value == 0
+
+
+def test_losses_stay_in_float32_where_the_network_is_in_half_precision(at):
+    site, modules, job = at(mad_lambda=0.5)
+    exact, _ = parts_of(site, modules, job(), range(8))
+    rough, totals = parts_of(site, modules, job(), range(8), precision=torch.bfloat16)
+    assert rough.dtype == torch.float32 and torch.isfinite(rough)
+    assert rough.item() == pytest.approx(exact.item(), rel=0.1)  # bfloat16 keeps 8 bits
+    assert totals["distillation"] >= 0
+
+
+def test_teacher_is_the_global_model_while_the_site_goes_on_with_its_own_text(at, monkeypatch):
+    site, modules, job = at("text")
+    incongruent.train(site, modules, job(1))
+    seen, original = [], incongruent._fitted
+
+    def fitted(network, samples, rows, around, *rest):
+        seen.append(
+            (split_state(around.reference)["text"], {k: v.clone() for k, v in split_state(network)["text"].items()})
+        )
+        return original(network, samples, rows, around, *rest)
+
+    monkeypatch.setattr(incongruent, "_fitted", fitted)
+    incongruent.train(site, modules, job(2, 1))
+    assert same(seen[0][0], modules["text"]) and not same(seen[0][1], modules["text"])
+
+
+# -- between rounds (spec 6.2, 6.3) ------------------------------------------------------------------------------------
+
+
+def test_text_gathered_on_an_older_global_text_is_dropped(at):
+    site, modules, job = at("text", text_every=3)
+    site.save_state("text", 1, {"w": torch.ones(1)}, 0)
+    site.save_state("text", 3, {"w": torch.ones(1)}, 1)
+
+    def own(server_round, last_accepted):
+        return incongruent_memory.own_text(modules, site, job(server_round, last_accepted))
+
+    assert set(own(2, 1)) == set(own(3, 1)) == {"text"}
+    assert own(4, 1) == {}  # missed the upload of round 3
+    assert own(4, 3) == {}  # was in it: the global text has what was gathered
+    assert own(1, 0) == {}
+
+
+def test_evaluation_measures_the_global_text_and_not_the_sites_own(at):
+    site, modules, job = at("text")
+    before = incongruent.evaluate(site, modules, job(1), "val")
+    incongruent.train(site, modules, job(1))
+    after = incongruent.evaluate(site, modules, job(2, 1), "val")
+    for view in before:
+        for name, counts in before[view].arrays.items():
+            assert np.array_equal(counts, after[view].arrays[name]), (view, name)
+
+
+def test_site_alone_evaluates_and_goes_on_with_its_own_model(at):
+    site, modules, job = at(alone=True)
+    before = incongruent.evaluate(site, modules, job(1), "val")[""]
+    update = incongruent.train(site, modules, job(1))
+    after = incongruent.evaluate(site, modules, job(2, 1), "val")[""]
+    assert update.modules == {} and before.loss_sum != after.loss_sum
+
+
+def test_residual_of_the_text_waits_for_the_next_upload(at):
+    """Sampled text and two rounds between uploads: the round in between must not lose what was not sent."""
+    site, modules, job = at("text", text_fraction=0.5)
+    sent = incongruent.train(site, modules, job(2)).modules["text"]
+    assert len(sent["val"]) == -(-sum(v.numel() for v in modules["text"].values()) // 2)
+    waiting = site.load_state("residual-text", 2)
+    assert any(value.abs().max() > 0 for value in waiting.values())
+    assert "text" not in incongruent.train(site, modules, job(3, 2)).modules
+    assert same(site.load_state("residual-text", 3), waiting)
+
+
+def test_sent_and_residual_add_up_to_the_change(at, trained):
+    site, modules, job = at("image", topk_ratio=0.1)
+    incongruent.train(site, modules, job(1))
+    update = incongruent.train(site, modules, job(2, 1))
+    topk, specs = job().settings.options.compressor("vision"), wire.spec_of(modules["vision"])
+    arrays = {name: np.asarray(value) for name, value in update.modules["vision"].items()}
+    sent, kept, first = (
+        topk.decode(arrays, specs),
+        site.load_state("residual-vision", 2),
+        site.load_state("residual-vision", 1),
+    )
+    for name, value in modules["vision"].items():
+        if value.is_floating_point():
+            change = trained[1]["vision"][name] - value
+            torch.testing.assert_close(torch.from_numpy(sent[name]) + kept[name], change + first[name])
+
+
+def test_lost_residual_counts_as_nothing_and_the_log_says_so(at):
+    site, modules, job = at("image", topk_ratio=0.1)
+    lines, handler_ = [], logging.Handler()
+    handler_.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger(f"consilium.site.{site.folder}")
+    logger.addHandler(handler_)
+    incongruent.train(site, modules, job(5, 4))
+    logger.removeHandler(handler_)
+    assert lines == ["round=5 the kept residual-vision of round 4 is lost; going on without"]
+
+
+# -- zero-filling, teachers, noise -------------------------------------------------------------------------------------
+
+
+def test_zero_filling_shows_blanks_at_evaluation_too_and_counts_no_blank_in_prototypes(at):
+    rows = ward("a", "paired", SIZES)
+    for row in rows[:4]:
+        row["report"] = ""
+    site, modules, job = at(rows=rows, agg_mode="zero_fill", proto_min_patients=3)
+    samples = read_samples(site.data.splits["train"], job().settings, MODULES)
+    index, images, _ = samples.load(np.arange(8), "none", torch.Generator())
+    seen, tokens, present = samples.seen(index, images, torch.tensor([[True, False]]).expand(8, 2))
+    assert present.all() and torch.equal(seen, images) and (tokens == samples.blank).all()
+    seen, tokens, present = samples.seen(index, images, torch.tensor([[False, True]]).expand(8, 2))
+    assert (seen == -1).all() and torch.equal(tokens, samples.tokens) and present.all()
+    released = incongruent.train(site, modules, job(2)).modules[PROTOTYPES]["released"]
+    told = (site.data.splits["train"].targets[4:] == 1).sum(axis=0)
+    assert torch.equal(released, torch.from_numpy(told >= 3))
+
+
+def test_teachers_leave_a_site_out_of_the_round_that_it_was_in_and_no_other(at, tmp_path):
+    site, _, job = at(loot=True, public_root="digits-reports", public_samples=2)
+    total, own = torch.full((2, 8), 6.0), torch.full((2, 8), 2.0)
+    context = {"public_sum": total, "public_sites": torch.tensor([3])}
+    site.save_state("public", 4, {"embeddings": own}, 3)
+    assert torch.equal(incongruent_teachers._teachers(context, site, job(5, 4)), torch.full((2, 8), 2.0))
+    assert torch.equal(incongruent_teachers._teachers(context, site, job(6, 4)), total / 3)
+    assert incongruent_teachers._teachers({**context, "public_sites": torch.tensor([0])}, site, job(1)) is None
+    alone = {**context, "public_sites": torch.tensor([1])}
+    assert incongruent_teachers._teachers(alone, site, job(5, 4)) is None
+
+
+def test_noise_of_a_hospital_is_not_the_servers_to_know(at):
+    site, _, job = at()
+    known = [incongruent._noise(site, job()).initial_seed() for _ in range(2)]
+    secret = [incongruent._noise(replace(site, consents=frozenset()), job()).initial_seed() for _ in range(2)]
+    assert known[0] == known[1] and len({*known, *secret}) == 3
+
+
+# -- profile and consent (spec 5.1, 6.3) -------------------------------------------------------------------------------
+
+
+def test_site_refuses_to_change_its_profile(at):
+    site, modules, job = at("image")
+    incongruent.profile(site, job().settings)
+    other, _, _ = at("paired")
+    with pytest.raises(DataError, match="took part as 'image' and its data now make it 'paired'"):
+        incongruent.profile(replace(other, folder=site.folder), job().settings)
+    with pytest.raises(DataError, match="round 0 froze it as 'image'"):
+        incongruent.train(other, modules, job())
+
+
+def test_card_hides_small_cells_and_counts_by_modality(at):
+    site, _, job = at(privacy__min_cell=3)
+    found = incongruent.profile(site, job().settings)
+    assert (found["images"], found["reports"], found["pairs"]) == (8, 8, 8)
+    assert found["pair_counts"] == [4, -1, -1, -1, 4, -1, -1, -1, 4]  # two of eight rows show any two labels
+
+
+@pytest.mark.parametrize("consents", ["", "text-module", "text-prototypes", "text-module, text-prototypes"])
+def test_hospital_sends_text_by_its_own_consent_only(at, tmp_path, consents):
+    _, modules, job = at("text")
+    settings = job().settings
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    node = {"site": "a", "data-root": str(tmp_path / "data-text"), "state-dir": str(tmp_path / "node")}
+    node |= {"consents": consents} if consents else {}
+    config = {"server_round": 2, "experiment": "exp", "last_accepted": 0, "evaluate": "", "profile": "text"}
+    content = RecordDict({wire.CONFIG: ConfigRecord(config)})
+    for name, state in modules.items():
+        content[wire.MODULE + name] = wire.encode(state)
+    message = Message(content, 1, wire.TRAIN, ttl=60.0, group_id="2")
+    reply = handler.answer(message, Context(1, 1, node, RecordDict(), settings.flat())).content
+    if "," in consents:
+        assert {f"{wire.MODULE}text", f"{wire.MODULE}{PROTOTYPES}"} < set(reply)
+    else:
+        assert set(reply) == {wire.REFUSAL} and reply[wire.REFUSAL]["code"] == "E-CONSENT"
+    assert verify(tmp_path / "node" / "exp" / "egress.jsonl")
