@@ -44,8 +44,7 @@ def total_variation_l2_of(groups: Tensor) -> Tensor:
 class _TotalVariationL2(torch.autograd.Function):
     """The norms with their gradient, sum of D^T d / ||d||, written out.
 
-    Differentiating four pairs of slices fills and adds eight whole images; with few patches alive that would cost as
-    much as the network.
+    Differentiating four pairs of slices fills and adds eight whole images, which is felt once few patches are alive.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The round protocol that every method runs on.
 
 `FederatedStrategy.start` is the one loop: site cards, then rounds of (select, send, gate, fold, apply, checkpoint),
-then the last evaluation and the test. A method overrides the hooks under "what a method changes" and nothing else; it
+then the last evaluation and the test. A method overrides what `strategies.hooks.MethodHooks` lists and nothing else; it
 never talks to the Grid.
 
 Evaluation of round r's model travels with the training of round r + 1: a deployed exchange costs a process start at
@@ -10,86 +10,41 @@ every site, so a run of R rounds takes R + 3 exchanges.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import Any
 
 import numpy as np
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
-from torch import nn
 
 from federation import metrics, wire
 from federation.secure_roster import ACTIONS, ASK_MASKED
-from federation.secure_sum import SecureSumError
 from federation.settings import Settings, names_in
-from models.networks import build_network
 from strategies import gate
-from strategies.aggregation import Arrays, ModularMean, StreamingMean, apply_mean, capped_weights, scaled_to_norm
+from strategies.aggregation import ModularMean, StreamingMean, capped_weights, scaled_to_norm
 from strategies.cards import CardError, SiteCard, SiteTable
 from strategies.discovery import QuorumError, collect_table, wait_for_nodes
 from strategies.evaluation import PooledScores
-from strategies.exchange import exchange, failure
+from strategies.exchange import Sent, exchange, failure
+from strategies.hooks import MODEL as MODEL
+from strategies.hooks import MethodHooks
 from strategies.initial import seeded, state_norm
 from strategies.progress import Modules, Observer, Progress, RoundRecord
-from strategies.secure_round import SecureMean, checked_means, cohorts_of
+from strategies.secure_round import SecureMean
 from strategies.secure_sum import SecureRound
-from strategies.selection import drawn_sites
-
-MODEL = "model"
-"""Name of the one module of a method that has one."""
+from strategies.secure_training import SecureTraining
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """What is remembered of a message while its reply is awaited."""
-
-    card: SiteCard
-    action: str
-    server_round: int
-    evaluated_split: str
-
-
-class FederatedStrategy(Strategy):
+class FederatedStrategy(SecureTraining, MethodHooks, Strategy):
     """A Flower strategy with named sites, gates, per-module state, a quorum and checkpoints.
 
     Its five Flower methods work on ``self.progress``; `start` calls them in order. ``settings`` is the whole run
     config, ``self.options`` the method's own section.
     """
-
-    selects_model = True
-    """Whether the best validation round's model is the result; False where the models are not the server's."""
-    train_extra: Mapping[str, str] = {}
-    """Numbers of the method's own in every training reply, key -> kind; the site half's ``TRAIN_EXTRA``."""
-    evaluation_extra: Mapping[str, str] = {}
-    """Numbers of the method's own in every evaluation, key -> kind; the site half's ``EVALUATION_EXTRA``."""
-    pools_training_data = False
-    """Whether a simulation puts all training samples at one site (the centralised upper bound)."""
-    secure_summable = True
-    """Whether the mean of the sites' updates is all that the server needs, so that `privacy.secure_sum` can be used.
-
-    A class with a `weigh` or `received` of its own has to say so itself: its site half then has
-    ``weights(update, job)`` with the same weights as whole numbers, and what it sends is what is averaged.
-    """
-    reads_reports = False
-    """Whether sites read reports, so that samples without an image count too."""
-    profile_extra: Mapping[str, str] = {}
-    """Numbers of the method's own on every site card, key -> kind; the site half's ``PROFILE_EXTRA``."""
-    views: tuple[str, ...] = ()
-    """Further ways in which every split is scored, beside the plain one; the site half's ``VIEWS``."""
-    answer_numbers: Mapping[str, str] = {}
-    """What a site answers to the method's own question (`ask`), key -> kind; the site half's ``ANSWER_NUMBERS``."""
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        if {"weigh", "received"} & set(vars(cls)) and "secure_summable" not in vars(cls):
-            cls.secure_summable = False
 
     def __init__(self, settings: Settings, experiment: str = "experiment") -> None:
         self.settings = settings
@@ -101,103 +56,13 @@ class FederatedStrategy(Strategy):
         self.headline_excluded: dict[str, str] = {}
         self.weight_ceiling = float("inf")
         self._records: dict[str, ArrayRecord] = {}
-        self._sent: dict[int, _Sent] = {}
+        self._sent: dict[int, Sent] = {}
         self._answered: set[str] = set()
         self._selected: list[SiteCard] = []
         self._split = ""
         self._timeout = settings.federation.timeout_s
         self._secure: SecureRound | None = None
         self._observer: Observer | None = None
-
-    # -- what a method changes ----------------------------------------------------------------------------------
-
-    def network(self, labels: tuple[str, ...], task: str) -> nn.Module:
-        """The method's network, weights from torch's current generator. Default: the configured one.
-
-        Its ``frozen_sha256``, where it has one, covers what every site holds fixed and nobody sends.
-        """
-        return build_network(self.settings.model.name, num_labels=len(labels), **self.settings.network_shape())
-
-    def build(self, network: nn.Module) -> Modules:
-        """The initial global state by module name. Default: the network as ``model``."""
-        return {MODEL: network.state_dict()}
-
-    def shared_modules(self) -> tuple[str, ...]:
-        """Modules that every site builds: their tensors are in the schema that round 0 compares. Default: all."""
-        return tuple(sorted(self.progress.modules))
-
-    def trained_modules(self, card: SiteCard, server_round: int) -> tuple[str, ...]:
-        """Modules whose change this site sends back in a round. Default: all."""
-        return tuple(sorted(self.progress.modules))
-
-    def update_specs(self, card: SiteCard, server_round: int) -> dict[str, dict[str, wire.TensorSpec]]:
-        """Shapes and dtypes of what the site sends back, by module. Default: the trained modules' own.
-
-        A method whose sites send something else (sparse values, sums) declares it here and in its site half's
-        ``update_specs``, and reads it in `received`.
-        """
-        return {name: wire.spec_of(self.progress.modules[name]) for name in self.trained_modules(card, server_round)}
-
-    def received(self, reply: gate.Reply) -> Mapping[str, Arrays]:
-        """The changes to average out of an accepted reply. Default: what was sent. A WireError refuses the reply."""
-        return reply.modules
-
-    def sent_modules(self, card: SiteCard, server_round: int) -> tuple[str, ...]:
-        """Modules that travel down to this site for training. Default: all."""
-        return tuple(sorted(self.progress.modules))
-
-    def round_config(self, card: SiteCard, server_round: int) -> dict[str, int | float | str]:
-        """Further numbers and strings sent with a training message."""
-        return {}
-
-    def select_sites(self, server_round: int) -> list[SiteCard]:
-        """The sites that train in a round; see `selection.drawn_sites`."""
-        return drawn_sites(list(self.table.trainable), self.settings, server_round)
-
-    def weigh(self, reply: gate.Reply, module: str) -> float:
-        """Weight of a reply in a module's mean: its examples, cut at the ceiling of ``max_site_share``, or 1."""
-        if self.settings.federation.weighting == "equal":
-            return 1.0
-        return min(float(reply.num_examples), self.weight_ceiling)
-
-    def before_round(self, grid: Grid, server_round: int) -> None:
-        """What a method does before a round's training, such as a question to the sites (`ask`)."""
-
-    def figures(self, pools: Mapping[str, PooledScores]) -> dict[str, float | None]:
-        """Further headline figures of an evaluation; ``pools``: scores by view, "" is the plain one."""
-        return {}
-
-    def combine(self, means: Mapping[str, StreamingMean | SecureMean], server_round: int) -> Modules:
-        """The next global state from the mean change of every module that somebody sent. Default: add them.
-
-        A secure sum gives no mean of integer buffers, and none of a module that too few sites trained.
-        """
-        return {
-            module: apply_mean(state, means[module].result() if module in means else {})
-            for module, state in self.progress.modules.items()
-        }
-
-    def quorum(self) -> int:
-        """Usable training replies that a round needs."""
-        return self.settings.federation.min_sites
-
-    def export(self) -> dict[str, torch.Tensor]:
-        """What ``model.safetensors`` holds. Default: the module ``model``, or all modules as ``module.name``."""
-        modules = self.progress.modules
-        if MODEL in modules:
-            return dict(modules[MODEL])
-        return {f"{module}.{name}": value for module, state in modules.items() for name, value in state.items()}
-
-    def inference_program(self) -> bytes | None:
-        """The selected model as one file that runs without this code, or None for a method that has none."""
-        return None
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The method's own state for a checkpoint, as flat tensors."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restores what `state_dict` gave."""
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -329,80 +194,6 @@ class FederatedStrategy(Strategy):
             len(self._selected),
             self.record.seconds,
         )
-
-    def _train_securely(self, grid: Grid, server_round: int) -> None:
-        """A round whose updates stay under masks: four exchanges, then their sum. Raises QuorumError without one."""
-        self._choose(server_round)
-        area, limit = self.settings.privacy, gate.MAX_RELATIVE_NORM * max(1.0, self._longest())
-        members: dict[str, dict[str, float]] = {}
-        try:
-            cohorts, specs = cohorts_of({card.site: self.update_specs(card, server_round) for card in self._selected})
-            self._secure = SecureRound(
-                experiment=self.experiment,
-                server_round=server_round,
-                cohorts=cohorts,
-                specs=specs,
-                value_range=area.secure_range,
-                min_cohort=area.min_cohort,
-            )
-            sums = self._secure.run(functools.partial(self._exchange_secure, grid, server_round, members))
-            means = checked_means(sums, members, limit)
-        except SecureSumError as error:
-            reasons = f" ({self._reasons()})" if self.record.refused or self.record.missing else ""
-            raise QuorumError(f"{error}{reasons}. Mend the cause and resume.") from error
-        self.record.frozen = dict(self._secure.frozen)
-        self.record.clipped = {module: total.clipped for module, total in sums.items() if total.clipped}
-        for module, reason in self.record.frozen.items():
-            log(WARNING, "\t├── module %s stays as it is: %s", module, reason)
-        for module, count in self.record.clipped.items():
-            log(WARNING, "\t├── module %s: %s values cut to +-%g", module, count, area.secure_range)
-        if self._split:
-            self._measured(server_round - 1, self._split)
-        self._advance(means, server_round)
-
-    def _exchange_secure(
-        self,
-        grid: Grid,
-        server_round: int,
-        members: dict[str, dict[str, float]],
-        action: str,
-        requests: Mapping[str, RecordDict],
-        add: Callable[[str, RecordDict], None],
-    ) -> None:
-        """One of the four exchanges; the third is the training. Fills ``members``: module -> site -> its weight."""
-        assert self._secure is not None
-        for message in self._replies(grid, self._secure_messages(action, server_round, requests)):
-            sent = self._sent[message.metadata.src_node_id]
-            if (reply := self._gated(message, 0.0)) is not None and self._added(sent, message.content, add):
-                self._pool(reply)
-                if sent.action == ASK_MASKED:
-                    weights = {module: self.weigh(reply, module) for module in self._secure.masked_specs(reply.site)}
-                    for module, weight in weights.items():
-                        members.setdefault(module, {})[reply.site] = weight
-                    self._accept(reply, weights)
-            del message, reply  # one reply at a time is held in memory
-        if action == ASK_MASKED:
-            self._check_quorum(server_round)
-
-    def _secure_messages(self, action: str, server_round: int, requests: Mapping[str, RecordDict]) -> Iterator[Message]:
-        for card in (card for card in self._selected if card.site in requests):
-            config = self._training_config(card, server_round) if action == ASK_MASKED else {}
-            yield self._message(action, card, server_round, config, requests[card.site])
-        if action == ASK_MASKED and self._split:
-            silent = {*requests, *(entry["site"] for entry in self.record.refused + self.record.missing)}
-            others = [card for card in self.table.cards if card.site not in silent]
-            yield from self._evaluation_messages(others, server_round, ConfigRecord())
-
-    def _added(self, sent: _Sent, content: RecordDict, add: Callable[[str, RecordDict], None]) -> bool:
-        """Whether the secure sum took a reply; what it refuses makes its site a dropout."""
-        if sent.action not in ACTIONS:
-            return True
-        try:
-            add(sent.card.site, content)
-        except wire.WireError as error:
-            self._refuse(sent.card.site, str(error), "secure sum")
-            return False
-        return True
 
     def _finish(self, grid: Grid, last: int) -> MetricRecord:
         """Evaluates the last model, chooses, and measures the chosen model on the test split, once."""
@@ -550,7 +341,7 @@ class FederatedStrategy(Strategy):
             content[wire.MODULE + module] = self.module_record(module)
         self.record.bytes_down += wire.size_bytes(content)
         message = Message(content, card.node_id, action, ttl=self._timeout, group_id=str(server_round))
-        self._sent[card.node_id] = _Sent(card, action, server_round, str(config.get("evaluate", "")))
+        self._sent[card.node_id] = Sent(card, action, server_round, str(config.get("evaluate", "")))
         return message
 
     def _evaluation_messages(

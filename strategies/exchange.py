@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from logging import INFO, WARNING
 
 from flwr.app import Error, Message, RecordDict
@@ -15,6 +16,7 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from federation import wire
+from strategies.cards import SiteCard
 
 POLL_S = 0.1
 REMIND_S = 30.0
@@ -34,6 +36,16 @@ ERRORS = {
     OTHER_SENDER: "the reply came from another node than the message went to",
 }
 """Flower's error codes and two of ours, in words. The reason text that comes along is dropped: it may name patients."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What is remembered of a message while its reply is awaited."""
+
+    card: SiteCard
+    action: str
+    server_round: int
+    evaluated_split: str
 
 
 def exchange(grid: Grid, messages: Sequence[Message], names: Mapping[int, str], timeout_s: float) -> Iterator[Message]:
