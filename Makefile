@@ -3,6 +3,7 @@
 #   make demo DATA=path/to/data    the same on real chest X-rays (a folder or zip with metadata.csv)
 #   make demo PRESET=presets/x.toml ARGS="-c 'method=fedavg federation.rounds=5'"    another one
 #   make test                      runs the tests; `make drills` the slow ones that start processes
+#   make compare PLAN=results/incongruent.toml   methods x partitions x seeds as one table (an hour and more)
 #   make lint | bench | clean
 
 PYTHON ?= python3
@@ -13,7 +14,10 @@ PRESET ?= $(if $(DATA),presets/fednca-cxr.toml,presets/fednca-mosaic.toml)
 TIMEOUT ?= 1800
 ARGS ?=
 
-.PHONY: demo test drills lint bench clean install install-test
+PLAN ?= results/fednca.toml
+JOBS ?= 2
+
+.PHONY: demo compare test drills lint bench clean install install-test
 .DEFAULT_GOAL := demo
 
 # A half-made environment would look finished to the next call, so it is removed; one of an old Python is never made.
@@ -29,6 +33,10 @@ install-test: $(PY)
 
 demo: install
 	@$(PY) -m server_app.simulate --preset "$(PRESET)" $(if $(DATA),--data "$(DATA)") --timeout $(TIMEOUT) $(ARGS)
+
+# Methods x partitions x seeds into one table beside the plan; continues where it was stopped.
+compare: install
+	@$(PY) -m server_app.compare "$(PLAN)" --out "$(basename $(PLAN)).md" --runs-dir runs --jobs $(JOBS) $(ARGS)
 
 test: install-test
 	@$(PY) -m pytest -m "not slow" $(ARGS)
