@@ -250,7 +250,7 @@ def test_bundle_holds_the_six_rooms_and_nothing_else(tmp_path):
     assert {name.split("/")[0] for name in names} == {*ROOMS, "pyproject.toml", ".info"}
     wanted = {str(path.relative_to(tree)) for room in ROOMS for path in (tree / room).rglob("*.py")}
     assert wanted <= set(names), f"left out: {sorted(wanted - set(names))}"
-    assert fab.stat().st_size < 1 << 20, "Flower refuses bundles above 10 MiB; ours is code only"
+    assert fab.stat().st_size < 2 << 20, "Flower refuses bundles above 10 MiB; ours is code only"
 
 
 def test_build_backend_is_the_refusing_one():
