@@ -94,6 +94,7 @@ class Samples:
         return images, torch.where(shown[:, REPORT, None], tokens, self.blank), torch.ones_like(shown)
 
     def tokens_of(self, rows: Tensor) -> Tensor | None:
+        """Tokens ``(B, L) int64`` of rows; None at a site without a text encoder."""
         return None if self.tokens is None else self.tokens[rows]
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from datasets.imported import Imported, read_lines
+from datasets.imported import Imported, parse_xml, read_lines
 from datasets.labels import LABEL_PREFIX
 from datasets.records import DataError
 from datasets.source import MAX_TABLE_BYTES, FolderSource, decode_text, shown
@@ -68,14 +67,7 @@ def import_voc(src: Path) -> Imported:
 
 def voc_classes(data: bytes, name: str) -> set[str]:
     """Names of the classes an annotation shows; raises DataError for bad XML, DTDs, entities, unknown classes."""
-    text = decode_text(data, name)
-    # Entities can only be declared inside a DTD; VOC has none, so refusing both leaves nothing to expand.
-    if "<!DOCTYPE" in text or "<!ENTITY" in text:
-        raise DataError(f"{name} declares a DTD or entities, which VOC annotations never do; remove the declaration")
-    try:
-        root = ElementTree.fromstring(text)
-    except (ElementTree.ParseError, ValueError) as error:
-        raise DataError(f"{name} is not valid XML ({error}); copy it again") from error
+    root = parse_xml(data, name, "VOC annotations")
     # Only direct children: a person's parts (head, hand, foot) have names too.
     present = {(item.findtext("name") or "").strip() for item in root.findall("object")}
     odd = sorted(present - set(VOC_LABELS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,20 @@ class Imported:
     task: Task = "multilabel"
     label_source: str = ""
     arrays: str = ""
+
+
+def parse_xml(data: bytes, name: str, what: str) -> ElementTree.Element:
+    """The root of one XML file; ``what`` such files are, in words. Raises DataError for damage, a DTD and entities.
+
+    Entities can only be declared inside a DTD; these sets have none, so refusing both leaves nothing to expand.
+    """
+    text = decode_text(data, name)
+    if "<!DOCTYPE" in text or "<!ENTITY" in text:
+        raise DataError(f"{name} declares a DTD or entities, which {what} never do; remove the declaration")
+    try:
+        return ElementTree.fromstring(text)
+    except (ElementTree.ParseError, ValueError) as error:
+        raise DataError(f"{name} is not valid XML ({error}); copy it again") from error
 
 
 def read_table(source: FolderSource, name: str, needed: Sequence[str]) -> Table:

@@ -17,7 +17,6 @@ import itertools
 import os
 import re
 import tarfile
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,9 @@ import numpy as np
 import pandas as pd
 
 from datasets.import_chest import NIH_LABELS
+from datasets.imported import parse_xml
 from datasets.records import DataError, Manifest
-from datasets.source import ZipSource, decode_text, shown
+from datasets.source import ZipSource, shown
 from datasets.splits import hash_split
 
 Section = Literal["indication", "findings", "impression"]
@@ -166,14 +166,7 @@ def by_number(reports: Iterable[ChestReport], name: str) -> list[ChestReport]:
 
 def parse_report(data: bytes, name: str) -> ChestReport:
     """One XML file of the collection; raises DataError for damage, a DTD, entities, and a report without number."""
-    text = decode_text(data, name)
-    # Entities can only be declared inside a DTD; these files have none, so refusing both leaves nothing to expand.
-    if "<!DOCTYPE" in text or "<!ENTITY" in text:
-        raise DataError(f"{name} declares a DTD or entities, which these reports never do; remove the declaration")
-    try:
-        root = ElementTree.fromstring(text)
-    except (ElementTree.ParseError, ValueError) as error:
-        raise DataError(f"{name} is not valid XML ({error}); copy it again") from error
+    root = parse_xml(data, name, "these reports")
     number = root.find("uId")
     if number is None or not number.get("id", "").strip():
         raise DataError(f'{name} has no report number (<uId id="CXR1"/>); is it a report of this collection?')
