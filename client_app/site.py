@@ -21,8 +21,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from datasets.catalogue import open_manifest
+from datasets.class_partitions import dirichlet_class, dirichlet_client, n_classes_per_site
 from datasets.incongruence import Incongruence, apply_incongruence, parse_incongruence
 from datasets.index_lists import index_lists
+from datasets.label_clusters import by_label_clusters, clusters_for, mask_labels
 from datasets.partition import (
     Partition,
     beta_gamma,
@@ -58,13 +60,14 @@ class Site:
     """One opened site. ``folder`` holds its ledger, log and state for this experiment.
 
     ``consents``: what the hospital's own node config allows to travel that is kept back by default; None in a
-    simulation, which has nobody to ask.
+    simulation, which has nobody to ask. ``cache_dir``: where what can be computed again lies, for all experiments.
     """
 
     name: str
     data: SiteData
     folder: Path
     consents: frozenset[str] | None = None
+    cache_dir: Path | None = None
 
     def check_consent(self, what: str) -> None:
         """Raises ConsentError unless the hospital's node config names this among its ``consents``."""
@@ -120,15 +123,15 @@ def open_folder(settings: Settings | None, node_config: Mapping[str, Any], exper
 
 def open_site(settings: Settings, node_config: Mapping[str, Any], folder: Path) -> Site:
     """The site's data, from the process's cache where it was opened before. Raises DataError and IdleNode."""
+    reads = _reads_reports(settings)
     if is_hospital(node_config):
         root, cache = str(node_config["data-root"]), Path(str(node_config["state-dir"])).expanduser() / "cache"
-        data = _hospital_data(settings.data, root, str(node_config["site"]), str(cache), _reads_reports(settings))
+        data = _hospital_data(settings.data, root, str(node_config["site"]), str(cache), reads)
     else:
-        cache_dir = settings.data.cache_dir or str(Path(settings.reporting.runs_dir).expanduser() / ".cache")
-        reads = _reads_reports(settings)
-        data = _simulated_data(*_simulation_key(settings), cache_dir, reads, _partition_id(node_config))
+        cache = Path(settings.data.cache_dir or Path(settings.reporting.runs_dir) / ".cache").expanduser()
+        data = _simulated_data(*_simulation_key(settings), str(cache), reads, _partition_id(node_config))
     consents = frozenset(names_in(str(node_config.get("consents", "")))) if is_hospital(node_config) else None
-    return Site(data.name, data, folder, consents)
+    return Site(data.name, data, folder, consents, cache)
 
 
 def is_hospital(node_config: Mapping[str, Any]) -> bool:
@@ -206,7 +209,7 @@ def _federation(area: DataArea, seed: int, pooled: bool) -> tuple[Manifest, Part
         raise DataError(
             f"site {wrong[0]!r} cannot be a site's name: use 1 to 64 letters, digits, '.', '_', '-', blanks"
         )
-    manifest, present = replace(manifest, targets=hide_labels(manifest.targets, partition)), None
+    manifest, present = replace(manifest, targets=_annotated(manifest, partition, area, seed)), None
     if wish := _incongruence(partition, area):
         draws = functools.partial(seeding.numpy_generator, seed)
         manifest, present = apply_incongruence(manifest, partition, wish, draws)
@@ -214,6 +217,19 @@ def _federation(area: DataArea, seed: int, pooled: bool) -> tuple[Manifest, Part
     if pooled:
         partition = pooled_train(manifest.targets, manifest.table, partition)
     return manifest, partition, present
+
+
+def _annotated(manifest: Manifest, partition: Partition, area: DataArea, seed: int) -> np.ndarray:
+    """The targets that the sites' annotators wrote down: without hidden labels, and in training without lost ones."""
+    targets = hide_labels(manifest.targets, partition)
+    if not area.lost_labels:
+        return targets
+    if manifest.task == "multiclass":
+        raise DataError("data.lost_labels: every sample has exactly one label here, and none can be lost; use 0")
+    rows = np.flatnonzero(manifest.table["split"].to_numpy() == "train")
+    draws = seeding.numpy_generator(seed, "lost-labels")
+    targets[rows] = mask_labels(targets[rows], area.lost_labels, area.lost_mode, draws)
+    return targets
 
 
 def _incongruence(partition: Partition, area: DataArea) -> Incongruence | None:
@@ -239,6 +255,16 @@ def _partition(manifest: Manifest, area: DataArea, seed: int) -> Partition:
         raise DataError("data.partition = 'own' is for hospitals; a simulation needs to be told who holds what")
     if area.partition == "iid":
         return iid(targets, table, rng, num_sites=num_sites)
+    if area.partition == "label_clusters":
+        share = area.cluster_share
+        count = clusters_for(share, len(manifest.labels)) if share else num_sites
+        return by_label_clusters(targets, table, num_sites=count)
+    if area.partition == "n_classes_per_site":
+        return n_classes_per_site(targets, table, rng, num_sites=num_sites, num_classes=area.classes_per_site)
+    if area.partition == "dirichlet_client":
+        return dirichlet_client(targets, table, rng, num_sites=num_sites, alpha=area.alpha)
+    if area.partition == "dirichlet_class":
+        return dirichlet_class(targets, table, rng, num_sites=num_sites, alpha=area.alpha, min_size=area.min_samples)
     if area.partition == "dirichlet":
         return dirichlet(targets, table, rng, num_sites=num_sites, alpha=area.alpha, min_size=area.min_samples)
     if area.partition == "dirichlet_balanced":

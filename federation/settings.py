@@ -71,7 +71,18 @@ class DataArea(Area):
     channels: Literal[1, 3] = Field(1, description="1 grey, 3 RGB")
     mosaic: Literal["none", "grid", "corner_max"] = Field("none", description="mosaics of a single-label root")
     partition: Literal[
-        "iid", "by_site", "dirichlet", "dirichlet_balanced", "beta_gamma", "long_tail", "listed", "own"
+        "iid",
+        "by_site",
+        "dirichlet",
+        "dirichlet_class",
+        "dirichlet_client",
+        "dirichlet_balanced",
+        "n_classes_per_site",
+        "beta_gamma",
+        "long_tail",
+        "label_clusters",
+        "listed",
+        "own",
     ] = Field("beta_gamma", description="who holds which sample in simulation; own: hospitals, each with its own data")
     index_lists: str = Field("", description="for 'listed': a name in the data's splits.json, one list a site")
     num_sites: int = Field(5, ge=1, le=10_000, description="simulated sites (by_site takes them from the data)")
@@ -80,12 +91,20 @@ class DataArea(Area):
     beta: float = Field(0.5, gt=0, description="Dirichlet concentration over multi-label classes")
     gamma: float = Field(0.5, gt=0, le=1, description="share of classes visible at a site")
     invisible_labels: Literal["keep", "zero", "drop"] = "keep"
+    classes_per_site: int = Field(2, ge=1, description="for 'n_classes_per_site': classes that a site holds")
+    cluster_share: float = Field(
+        0.0, ge=0, le=1, description="for 'label_clusters': sites as a share of the labels; 0: num_sites of them"
+    )
     rho: float = Field(20.0, ge=1, description="largest class over smallest class in a long tail")
     profiles: str = Field("", description="simulated modalities, e.g. paired:2,image:3,text:1; empty: as the data is")
     pairing: str = Field("", description="share of samples that are pairs at the paired sites, e.g. 0.9,0.3")
     unpaired: Literal["alternate", "drop_text", "drop_image", "split"] = "alternate"
     never_reports: str = Field("", description="labels a site never records, e.g. site-00:Edema|Mass,site-03:Hernia")
     never_fraction: float = Field(1.0, ge=0, le=1, description="share of such positives that are lost in training")
+    lost_labels: float = Field(0.0, ge=0, le=1, description="share of the training annotations that nobody wrote down")
+    lost_mode: Literal["drop_positive", "unknown_entries"] = Field(
+        "drop_positive", description="positives that read absent, or any entries that read unknown"
+    )
     label_sources: str = Field("", description="who labelled a site's data, e.g. site-01:auto,site-02:reviewed")
     min_samples: int = Field(16, ge=1, description="training samples every simulated site gets at least")
     cache_dir: str = Field("", description="folder of decoded images; empty: below the runs folder")
@@ -297,7 +316,7 @@ def contradictions(settings: Settings) -> list[str]:
             f"federation.sites_per_round = {fed.sites_per_round} is below federation.min_sites = {fed.min_sites}: "
             "no round could ever succeed; raise the first or lower the second"
         )
-    draws_sites = data.partition not in ("by_site", "listed", "own")
+    draws_sites = data.partition not in ("by_site", "listed", "own") and not data.cluster_share
     if draws_sites and data.num_sites < fed.min_sites:
         found.append(
             f"data.num_sites = {data.num_sites} is below federation.min_sites = {fed.min_sites}: "
@@ -310,9 +329,14 @@ def contradictions(settings: Settings) -> list[str]:
         )
     if data.partition == "by_site" and data.root in ("digits", "digits-mosaic", "digits-reports"):
         found.append(f"data.partition = 'by_site' but data.root = {data.root!r} has no real sites; choose another one")
-    single = data.partition in ("dirichlet", "dirichlet_balanced")
+    single = data.partition.startswith("dirichlet") or data.partition == "n_classes_per_site"
     if single and (data.root in ("digits-mosaic", "digits-reports") or data.mosaic != "none"):
         found.append(f"data.partition = {data.partition!r} needs one label a sample; use 'beta_gamma' for mosaics")
+    if data.cluster_share and data.partition != "label_clusters":
+        found.append(
+            f"data.cluster_share = {data.cluster_share} but data.partition = {data.partition!r}: only 'label_clusters' "
+            "makes sites out of a share of the labels; use 0"
+        )
     if (data.partition == "listed") != bool(data.index_lists):
         found.append(
             f"data.partition = {data.partition!r} with data.index_lists = {data.index_lists!r}: 'listed' takes its "

@@ -1,6 +1,6 @@
 """Headline figures and per class tables of histograms and confusion matrices: plain JSON values, undefined is None.
 
-Choice: an undefined value is left out of every average and counted; ../shared/specs/fednca.md section 6 gives a class
+Choice: an undefined value is left out of every average and counted; the fednca specification, section 6, gives a class
 without positives the F1 0, here it has none.
 """
 

@@ -117,6 +117,8 @@ def _section(plan: Plan, setting: Setting, cells: Sequence[Cell], done: Mapping[
         figures = with_gains(figures, plan.gain_row)
     if any(figures.values()):
         parts.append(_figures_table(plan, rows, figures))
+        if plan.gain_row:
+            parts += [_PER_SITE.format(plan.gain_row), site_table(figures, plan.gain_row)]
         if len(plan.rows) > 1:
             parts += [f"Difference to `{plan.rows[0].name}`:", _differences_table(plan, figures)]
             if len(plan.seeds) > 2:
@@ -223,6 +225,32 @@ def _differences_table(plan: Plan, figures: Mapping[str, Mapping[int, Figures]])
         cells = [_difference(key, pairs) for key in columns]
         lines.append([row.name, *cells, _share(len(pairs), len(plan.seeds))])
     return _markdown(["Row", *map(column_name, columns), "Seeds in common"], lines)
+
+
+_PER_SITE = (
+    "Site by site: mean AUROC over labels on the site's own test examples, and in brackets its gain over `{}` at the "
+    "same seed; both are means over the seeds:"
+)
+
+
+def site_table(figures: Mapping[str, Mapping[int, Figures]], gain_row: str) -> str:
+    """One line a row and one column a site, of all the sites that any run has."""
+    sites = sorted({site for by_seed in figures.values() for found in by_seed.values() for site in found.sites})
+    alone = {seed: found.sites for seed, found in figures[gain_row].items()}
+    lines = []
+    for name, by_seed in figures.items():
+        line = [name]
+        for site in sites:
+            mean = spread([found.sites.get(site) for found in by_seed.values()]).mean
+            gains = [
+                found.sites[site] - alone[seed][site]
+                for seed, found in by_seed.items()
+                if site in found.sites and site in alone.get(seed, {})
+            ]
+            gain = f" ({signed(WORST_SITE, spread(gains).mean)})" if gains and name != gain_row else ""
+            line.append(NOT_MEASURED if mean is None else figure(WORST_SITE, mean) + gain)
+        lines.append(line)
+    return _markdown(["Row", *sites], lines)
 
 
 _PAIRED = (

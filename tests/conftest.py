@@ -6,7 +6,11 @@ import csv
 
 import numpy as np
 import pytest
+from hypothesis import settings as hypothesis_settings
 from PIL import Image
+
+hypothesis_settings.register_profile("repeatable", derandomize=True)
+hypothesis_settings.load_profile("repeatable")  # --hypothesis-profile=default draws new examples
 
 
 @pytest.fixture(scope="session", autouse=True)

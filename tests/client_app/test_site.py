@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,6 +104,42 @@ def test_the_centralised_bound_has_one_more_site_and_the_others_do_not_train(tmp
     assert site_names(settings) == ["pooled", "site-00", "site-01", "site-02"]
     sizes = [len(open_site(settings, {"partition-id": index}, tmp_path).data.splits["train"]) for index in range(4)]
     assert sizes[0] > 0 and sizes[1:] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("partition", "more"),
+    [("n_classes_per_site", {"classes_per_site": 2}), ("dirichlet_client", {}), ("dirichlet_class", {})],
+)
+def test_single_label_partitions_by_name(tmp_path, partition, more):
+    wish = {f"data__{key}": value for key, value in more.items()}
+    settings = simulated(tmp_path, data__root="digits", data__partition=partition, data__num_sites=4, **wish)
+    sites = [open_site(settings, {"partition-id": index}, tmp_path).data for index in range(4)]
+    assert all(len(site.splits["train"]) for site in sites)
+    if partition == "n_classes_per_site":
+        assert [int((site.splits["train"].targets == 1).any(axis=0).sum()) for site in sites] == [2] * 4
+
+
+def test_label_clusters_make_a_site_for_each_share_of_the_labels(tmp_path):
+    settings = simulated(tmp_path, data__partition="label_clusters", data__cluster_share=0.3)
+    assert len(site_names(settings)) == 3
+
+
+@pytest.mark.parametrize("mode", ["drop_positive", "unknown_entries"])
+def test_lost_labels_are_lost_in_training_only(tmp_path, mode):
+    whole, masked = (
+        open_site(
+            simulated(tmp_path, data__lost_labels=share, data__lost_mode=mode), {"partition-id": 0}, tmp_path
+        ).data
+        for share in (0.0, 0.5)
+    )
+    before, after = whole.splits["train"].targets, masked.splits["train"].targets
+    lost = before != after
+    assert (after[lost] == (0 if mode == "drop_positive" else -1)).all()
+    of = before == 1 if mode == "drop_positive" else np.ones_like(lost)
+    assert 0.4 < lost[of].mean() < 0.6
+    for split in ("val", "test"):
+        np.testing.assert_array_equal(whole.splits[split].targets, masked.splits[split].targets)
+    assert whole.checksum != masked.checksum
 
 
 def test_partition_is_written_once(tmp_path):

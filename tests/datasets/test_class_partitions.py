@@ -99,7 +99,7 @@ def test_small_alpha_gives_few_classes_and_val_follows_train():
 )
 @settings(max_examples=40, deadline=None)
 def test_sites_hold_as_many_classes_as_asked(seed, num_sites, classes, patients, ask):
-    targets, table = data(np.random.default_rng(seed), 400, classes, patients=patients)
+    targets, table = data(np.random.default_rng(seed), 1600 if patients else 400, classes, patients=patients)
     wanted = {"num_sites": num_sites, "num_classes": min(ask, classes)}
     found = n_classes_per_site(targets, table, np.random.default_rng(seed), **wanted)
     counts = train_counts(found, targets)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datasets.label_clusters import clusters_for, label_clusters, label_features, mask_labels
+from datasets.label_clusters import by_label_clusters, clusters_for, label_clusters, label_features, mask_labels
 from datasets.records import DataError
 
 
@@ -98,3 +99,30 @@ def test_unknown_modes_and_shares_are_refused():
         mask_labels(np.ones((1, 1)), 0.1, "flip", rng)
     with pytest.raises(DataError, match=r"1\.5"):
         mask_labels(np.ones((1, 1)), 1.5, "drop_positive", rng)
+
+
+def table_of(rng, rows, patients):
+    number = rng.integers(0, patients, rows)
+    split = rng.choice(["train", "val", "test"], patients, p=[0.6, 0.2, 0.2])[number]
+    return pd.DataFrame({"patient": [f"p{one}" for one in number], "split": split, "line": np.arange(2, rows + 2)})
+
+
+def test_sites_are_clusters_of_patients_and_test_rows_go_to_the_nearest():
+    rng = np.random.default_rng(0)
+    kinds = np.kron(np.eye(4, dtype=np.int8), np.ones((1, 3), np.int8))  # four groups of labels that never mix
+    group = rng.integers(0, 4, 90)
+    table = table_of(rng, 600, 90)
+    patient = table["patient"].str[1:].astype(int).to_numpy()
+    targets = kinds[group[patient]]
+    found = by_label_clusters(targets, table, num_sites=4)
+    assert list(found.sites) == ["site-00", "site-01", "site-02", "site-03"]
+    for rows in found.sites.values():
+        together = np.concatenate(list(rows.values()))
+        assert len(np.unique(group[patient[together]])) == 1 and len(rows["train"]) and len(rows["test"])
+    assert not len(found.dropped)
+
+
+def test_more_clusters_than_training_patients_are_refused():
+    table = table_of(np.random.default_rng(1), 40, 6)
+    with pytest.raises(DataError, match="ask for fewer sites"):
+        by_label_clusters(np.eye(4, dtype=np.int8)[np.arange(40) % 4], table, num_sites=7)

@@ -25,7 +25,7 @@ from server_app.compare_columns import better, column_name, figure
 from server_app.compare_figures import WEAKEST_GAIN, WORST_SITE, Figures, read_figures, with_gains
 from server_app.compare_plan import PlanError, Row, Setting, read_plan
 from server_app.compare_stats import spread, t_interval, t_quantile
-from server_app.compare_table import page, without_folders
+from server_app.compare_table import page, site_table, without_folders
 from server_app.simulate import Interrupted
 
 PLAN = """
@@ -433,12 +433,23 @@ def test_row_without_the_weakest_site_or_without_its_seed_has_no_gain():
     assert WEAKEST_GAIN not in figures["images"][1].values
 
 
+def test_every_site_stands_with_its_gain_and_a_row_without_it_says_so():
+    figures = {
+        "images": {1: figures_of({"a": 0.8}), 2: figures_of({"a": 0.9})},
+        "alone": {1: figures_of({"a": 0.7, "b": 0.6}), 2: figures_of({"a": 0.6, "b": 0.5})},
+    }
+    lines = site_table(figures, "alone").splitlines()
+    assert lines[0] == "| Row | a | b |"
+    assert lines[2] == "| images | 0.850 (+0.200) | - |"
+    assert lines[3] == "| alone | 0.650 | 0.550 |"
+
+
 def test_gain_row_that_does_not_exist_is_refused_and_without_one_there_is_no_such_column(compared, tmp_path):
     with pytest.raises(PlanError, match="gain_row = 'nobody' is no row; there are plain, broken, near"):
         read_plan(write_plan(tmp_path, PLAN.replace('gain_row = "near"', 'gain_row = "nobody"')))
     plan = read_plan(write_plan(tmp_path, PLAN.replace('gain_row = "near"', "")))
     text = page(plan, prepare(plan, compared[1]), command="", jobs=1, written="")
-    assert "Weakest site" not in text and "AUROC, worst site" in text
+    assert "Weakest site" not in text and "Site by site" not in text and "AUROC, worst site" in text
 
 
 def test_figures_of_a_view_have_readable_names_and_a_better_side():
