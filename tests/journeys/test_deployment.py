@@ -54,6 +54,30 @@ def config(tmp_path):
 
 
 def test_hospitals_train_the_same_model_as_one_process_and_keep_their_secrets(tmp_path, hospitals, config):
+    run = deployed(tmp_path, hospitals, config)
+    assert [site["site"] for site in run["sites"]] == ["north", "south"]
+    assert len(run["outstanding"]) == 1 and run["outstanding"][0]["reason"].startswith("E-DATA")
+
+    for place in (tmp_path / "server", tmp_path / "link"):
+        told = [path for path in place.rglob("*") if path.is_file() and PLANTED.encode() in path.read_bytes()]
+        assert told == [], "the server learnt what the hospital's error said"
+    own_log = next((tmp_path / "state" / "west").glob("*/site.log")).read_text()
+    assert PLANTED in own_log
+    assert in_process(tmp_path, hospitals, config).model_sha256 == run["model_sha256"]
+
+
+def test_a_secure_sum_of_hospitals_is_that_of_one_process(tmp_path, hospitals, config):
+    """Four exchanges a round over real SuperNodes; the sum is of whole numbers, so not a bit differs."""
+    manifest = tmp_path / "data" / "west" / "manifest.csv"
+    manifest.write_text(manifest.read_text().replace(f"images/{PLANTED}.png", "images/3.png"))
+    config |= {"privacy.secure_sum": True, "federation.rounds": 1, "federation.min_sites": 3}
+    run = deployed(tmp_path, hospitals, config)
+    assert [site["site"] for site in run["sites"]] == ["north", "south", "west"]
+    assert in_process(tmp_path, hospitals, config).model_sha256 == run["model_sha256"]
+
+
+def deployed(tmp_path, hospitals, config):
+    """``run.json`` of a run over a SuperLink and one SuperNode a hospital; all processes are stopped."""
     config_file = tmp_path / "run.toml"
     config_file.write_text("".join(f'"{key}" = {json.dumps(value)}\n' for key, value in config.items()))
     nodes: list[ProcessFamily] = []
@@ -70,20 +94,14 @@ def test_hospitals_train_the_same_model_as_one_process_and_keep_their_secrets(tm
             left = [pid for node in nodes for pid in node.stop()]
     assert left == []
     assert status.is_completed, status.details
-    run = json.loads(next((tmp_path / "server").glob("*/run.json")).read_text())
-    assert [site["site"] for site in run["sites"]] == ["north", "south"]
-    assert len(run["outstanding"]) == 1 and run["outstanding"][0]["reason"].startswith("E-DATA")
+    return json.loads(next((tmp_path / "server").glob("*/run.json")).read_text())
 
-    for place in (tmp_path / "server", tmp_path / "link"):
-        told = [path for path in place.rglob("*") if path.is_file() and PLANTED.encode() in path.read_bytes()]
-        assert told == [], "the server learnt what the hospital's error said"
-    own_log = next((tmp_path / "state" / "west").glob("*/site.log")).read_text()
-    assert PLANTED in own_log
 
+def in_process(tmp_path, hospitals, config):
+    """The same hospitals and settings in this process, in folders of their own."""
     settings = Settings.from_run_config({**config, "reporting.runs_dir": str(tmp_path / "again")})
     again = [{**node, "state-dir": str(tmp_path / "state-again" / node["site"])} for node in hospitals]
-    outcome = runner.run(settings, InProcessGrid(again, settings.flat()))
-    assert outcome.model_sha256 == run["model_sha256"]
+    return runner.run(settings, InProcessGrid(again, settings.flat()))
 
 
 def start_hospital(home: Path, address: str, node_config: dict[str, str]) -> ProcessFamily:
