@@ -1,6 +1,6 @@
 """Compares methods: every row of a plan in every setting with every seed, in process, then one page of tables.
 
-    python -m server_app.compare PLAN.toml [--out FILE.md] [--runs-dir runs] [--jobs 2] [--dry-run]
+    python -m server_app.compare PLAN.toml [--out FILE.md] [--html FILE.html] [--runs-dir runs] [--jobs 2] [--dry-run]
 
 `server_app.compare_plan` says what a plan is. Every cell is a run of its own with its run folder. A cell that has a
 completed run is not run again, so the same command continues after Ctrl-C and repeats only what failed. Exit code: 0
@@ -19,6 +19,7 @@ from pathlib import Path
 from federation.files import write_atomic
 from server_app.compare_cells import Cell, Index, code_state, prepare
 from server_app.compare_figures import read_figures
+from server_app.compare_html import html_page
 from server_app.compare_plan import CompareError, Plan, read_plan
 from server_app.compare_table import page
 from server_app.compare_workers import run_cells
@@ -35,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("plan", type=Path, help="TOML file with settings, rows and seeds")
     options.add_argument("--out", type=Path, help="the page (default: beside the plan, ending in .md)")
+    options.add_argument("--html", type=Path, help="the page for a browser (default: in the runs folder, plan's name)")
     options.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where run folders go (default: runs)")
     options.add_argument("--jobs", type=_jobs, default=2, help="cells at a time, one core each (default: 2)")
     options.add_argument("--dry-run", action="store_true", help="say what would be run, and write nothing")
@@ -70,7 +72,9 @@ def main(arguments: list[str] | None = None) -> int:
             written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
             text = page(plan, cells, command=command, jobs=options.jobs, written=written)
             write_atomic(out.expanduser(), text.encode(), 0o644)
-            print(f"page: {out}")
+            for_browser = options.html or runs_dir / f"{options.plan.stem}.html"
+            write_atomic(for_browser.expanduser(), html_page(plan, cells, text).encode(), 0o644)
+            print(f"page: {out}; for a browser: {for_browser}")
     except CompareError as error:
         print(f"compare: {error}", file=sys.stderr)
         return UNUSABLE

@@ -87,7 +87,7 @@ COLOURS = "\n".join(
     f".s{i} {{ stroke: var(--c{i}); }} .f{i} {{ fill: var(--c{i}); background: var(--c{i}); }}" for i in range(8)
 )
 
-TEMPLATE = """
+DRAW = """
 {%- macro draw(chart) %}
 <figure>
 <h3>{{ chart.title }}</h3>
@@ -121,7 +121,12 @@ TEMPLATE = """
 </figcaption>
 </figure>
 {%- endmacro %}
-{%- macro cell(content, tag="td") %}
+"""
+"""The macro ``draw(chart)``: a `report_charts.Chart` as inline SVG with its legend."""
+
+TEMPLATE = (
+    DRAW
+    + """{%- macro cell(content, tag="td") %}
 <{{ tag }}>{{ content.text }}{% if content.unit %}<span class="unit">{{ content.unit }}</span>{% endif %}</{{ tag }}>
 {%- endmacro %}
 {%- macro grid(table) %}
@@ -262,3 +267,4 @@ TEMPLATE = """
 </body>
 </html>
 """
+)

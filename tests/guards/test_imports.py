@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "client_app": ({"federation", "models", "datasets"}, {"flwr", "torch", "numpy", "safetensors"}),
     "server_app": (
         {"federation", "models", "datasets", "strategies", "client_app"},
-        {"flwr", "torch", "numpy", "safetensors", "jinja2", "markupsafe", "rich", "matplotlib"},
+        {"flwr", "torch", "numpy", "safetensors", "jinja2", "markupsafe", "markdown", "rich", "matplotlib"},
     ),
     "deploy": ({"federation", "datasets"}, set()),
 }
