@@ -1,6 +1,7 @@
 """Compares methods: every row of a plan in every setting with every seed, in process, then one page of tables.
 
     python -m server_app.compare PLAN.toml [--out FILE.md] [--html FILE.html] [--runs-dir runs] [--jobs 2] [--dry-run]
+    python -m server_app.compare --smoke
 
 `server_app.compare_plan` says what a plan is. Every cell is a run of its own with its run folder. A cell that has a
 completed run is not run again, so the same command continues after Ctrl-C and repeats only what failed. Exit code: 0
@@ -27,6 +28,7 @@ from server_app.report_words import duration, metric_name, number_of, plain
 from server_app.simulate import Interrupted, interruptible
 
 COMPLETED, FAILED, UNUSABLE = 0, 1, 2
+SMOKE_PLAN = Path(__file__).resolve().parents[1] / "results" / "smoke.toml"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,11 +36,20 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="python -m server_app.compare", description="Run every cell of a plan and write one page of tables."
     )
-    options.add_argument("plan", type=Path, help="TOML file with settings, rows and seeds")
+    options.add_argument("plan", type=Path, nargs="?", help="TOML file with settings, rows and seeds")
+    options.add_argument(
+        "--smoke", action="store_true", help="a small plan over all methods and embedded data: results/smoke.toml"
+    )
     options.add_argument("--out", type=Path, help="the page (default: beside the plan, ending in .md)")
     options.add_argument("--html", type=Path, help="the page for a browser (default: in the runs folder, plan's name)")
     options.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where run folders go (default: runs)")
     options.add_argument("--jobs", type=_jobs, default=2, help="cells at a time, one core each (default: 2)")
+    options.add_argument(
+        "--engine",
+        choices=("inprocess", "ray"),
+        default="inprocess",
+        help="ray: every cell is a simulation on Ray, or on the cluster that RAY_ADDRESS names (default: inprocess)",
+    )
     options.add_argument("--dry-run", action="store_true", help="say what would be run, and write nothing")
     options.add_argument(
         "--rerun-changed", action="store_true", help="run cells again that another state of the code has made"
@@ -56,6 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(arguments)
+    if (options.plan is None) != options.smoke:
+        parser().error("give a plan or --smoke")
+    options.plan = options.plan or SMOKE_PLAN
     runs_dir = options.runs_dir.expanduser().absolute()
     try:
         with interruptible():
@@ -66,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
             _say_states(cells)
             if options.dry_run:
                 return COMPLETED
-            _run(plan, cells, Index(runs_dir), options.jobs)
+            _run(plan, cells, Index(runs_dir), options)
             out = options.out or options.plan.with_suffix(".md")
             command = shlex.join(["python", "-m", "server_app.compare", *arguments])
             written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -104,7 +118,7 @@ def _say_states(cells: list[Cell]) -> None:
     sys.stdout.flush()
 
 
-def _run(plan: Plan, cells: list[Cell], index: Index, jobs: int) -> None:
+def _run(plan: Plan, cells: list[Cell], index: Index, options: argparse.Namespace) -> None:
     waiting = [cell for cell in cells if cell.status == "waiting"]
     finished = 0
 
@@ -119,7 +133,7 @@ def _run(plan: Plan, cells: list[Cell], index: Index, jobs: int) -> None:
             text = f"{duration(values['seconds'])}, {shown}"
         print(f"{finished} of {len(waiting)}: {cell.status}: {cell.name}: {text}", flush=True)
 
-    run_cells(waiting, jobs, done)
+    run_cells(waiting, options.jobs, done, options.engine)
 
 
 if __name__ == "__main__":
