@@ -22,30 +22,10 @@ from server_app.launch_config import app_defaults, check_keys, resolve_run_confi
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")), "deploy/README.md",
          "results/README.md"]  # fmt: skip
-ELSEWHERE = {
-    "flwr",
-    "flower-supernode",
-    "flower-superlink",
-    "ray",
-    "export",
-    "cd",
-    "tar",
-    "sudo",
-    "systemctl",
-    "docker",
-    "nginx",
-    "openssl",
-    "ls",
-    "cat",
-    "git",
-    "cp",
-    "scp",
-    "curl",
-    "tail",
-    "chmod",
-    "sha256sum",
-    "mkdir",
-}
+ELSEWHERE = re.compile(
+    "flwr|flower-supernode|flower-superlink|ray|export|cd|tar|sudo|systemctl|docker|nginx|openssl|ls|cat|git|cp|scp|"
+    "curl|tail|chmod|sha256sum|mkdir"
+)
 """Programs that are not ours; what is given to them is in the platform's own documentation."""
 
 
@@ -77,7 +57,7 @@ def test_command_is_understood(page, command, monkeypatch):
 
 
 def check(given: list[str], monkeypatch) -> None:
-    if not given or given[0] in ELSEWHERE:
+    if not given or ELSEWHERE.fullmatch(given[0]):
         return
     if given[0] == "make":
         targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
