@@ -4,7 +4,8 @@
     seeds = [1, 2, 3]             metrics = ["macro_auroc", "macro_f1"]
     gain_row = "local"            a row; the tables show what its weakest site gains in the other rows (optional)
     [base]                        run config of every cell, as in a preset
-    [settings.NAME]               run config of one data set and partition; also `needs` and `note`
+    [settings.NAME]               run config of one data set and partition; also `needs`, `note` and
+                                  `rows = ["row", ...]`, where only some rows make sense there
     [rows.NAME]                   run config of one method or ablation; also `skip = ["setting", ...]` and `note`
 
 A cell is one setting, one row and one seed. Where two tables say the same key, the row wins over the setting and the
@@ -17,7 +18,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class Setting:
     run_config: Mapping[str, Scalar]
     needs: str = ""
     note: str = ""
+    rows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,14 @@ class Plan:
 
     def cells(self) -> Iterator[tuple[Setting, Row, int]]:
         """Every cell; those that share a partition follow each other, so that a worker opens the data once."""
-        return ((setting, row, seed) for setting in self.settings for seed in self.seeds for row in self.rows)
+        return (
+            (setting, row, seed) for setting in self.settings for seed in self.seeds for row in self.of(setting).rows
+        )
+
+    def of(self, setting: Setting) -> Plan:
+        """The plan with the rows of one setting."""
+        rows = tuple(row for row in self.rows if not setting.rows or row.name in setting.rows)
+        return replace(self, rows=rows, gain_row=self.gain_row if self.gain_row in {row.name for row in rows} else "")
 
     def run_config(self, setting: Setting, row: Row, seed: int, runs_dir: Path) -> dict[str, Scalar]:
         """The run config of one cell."""
@@ -97,8 +106,11 @@ class Plan:
         return next((path.resolve() for path in there if path.exists()), None)
 
 
-def read_plan(path: Path) -> Plan:
-    """Reads and checks a plan. Raises PlanError with every problem; the run configs are checked cell by cell later."""
+def read_plan(path: Path, given_rows: Iterable[Row] = ()) -> Plan:
+    """Reads and checks a plan. Raises PlanError with every problem; the run configs are checked cell by cell later.
+
+    ``given_rows``: rows of a command that brings its own; the file has no tables of them then.
+    """
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -115,18 +127,25 @@ def read_plan(path: Path) -> Plan:
     if not _is_list(metrics, str):
         problems.append(f'metrics = {metrics!r} must be a list of different names, e.g. ["macro_auroc"]')
     base, _ = _split("base", found.get("base", {}), {}, problems)
-    settings, rows = [], []
+    settings, rows = [], list(given_rows)
+    if rows and "rows" in found:
+        problems.append("rows: this command brings its own, take them out of the plan")
     for name, table in _tables("settings", found, problems):
-        config, own = _split(f"settings.{name}", table, {"needs": str, "note": str}, problems)
+        config, own = _split(f"settings.{name}", table, {"needs": str, "note": str, "rows": list}, problems)
         settings.append(Setting(name, config, **own))
-    for name, table in _tables("rows", found, problems):
+    for name, table in [] if rows else _tables("rows", found, problems):
         config, own = _split(f"rows.{name}", table, {"skip": list, "note": str}, problems)
         rows.append(Row(name, config, **own))
     known = {setting.name for setting in settings}
     for row in rows:
         problems += [f"rows.{row.name}: skip names {name!r}, no such setting" for name in row.skip if name not in known]
+    names = {row.name for row in rows}
+    for setting in settings:
+        problems += [
+            f"settings.{setting.name}: rows names {name!r}, no such row" for name in setting.rows if name not in names
+        ]
     gain_row = found.get("gain_row", "")
-    if gain_row and gain_row not in {row.name for row in rows}:
+    if gain_row and gain_row not in names:
         problems.append(f"gain_row = {gain_row!r} is no row; there are {', '.join(row.name for row in rows)}")
     if problems:
         raise PlanError(path, problems)

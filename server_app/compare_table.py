@@ -41,7 +41,7 @@ def page(plan: Plan, cells: Sequence[Cell], *, command: str, jobs: int, written:
     parts += [_how_to_read(plan, jobs), _rows_described(plan)]
     for setting in plan.settings:
         mine = [cell for cell in cells if cell.setting == setting]
-        parts += _section(plan, setting, mine, done)
+        parts += _section(plan.of(setting), setting, mine, done)
     return "\n\n".join(parts) + "\n"
 
 
@@ -83,7 +83,7 @@ def _listed(found: Mapping[str, Any]) -> str:
 
 def _how_to_read(plan: Plan, jobs: int) -> str:
     seeds = ("seeds " if len(plan.seeds) > 1 else "seed ") + ", ".join(map(str, plan.seeds))
-    first = f"`{plan.rows[0].name}`"
+    first = "the first row" if any(setting.rows for setting in plan.settings) else f"`{plan.rows[0].name}`"
     few = (
         f" {number_of(len(plan.seeds), 'seed')} {'is' if len(plan.seeds) == 1 else 'are'} few: the standard deviation "
         "is itself uncertain, the intervals are wide and not corrected for the number of comparisons, and an interval "

@@ -13,6 +13,7 @@ import statistics
 import textwrap
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -431,6 +432,16 @@ def test_row_without_the_weakest_site_or_without_its_seed_has_no_gain():
     assert found["images"][1].values[WEAKEST_GAIN] is None
     assert found["images"][2].values[WEAKEST_GAIN] is None and WEAKEST_GAIN not in found["images"][2].worst
     assert WEAKEST_GAIN not in figures["images"][1].values
+
+
+def test_a_setting_may_name_the_rows_that_make_sense_there(tmp_path):
+    plan = read_plan(write_plan(tmp_path, PLAN))
+    first = replace(plan.settings[0], rows=("near",))
+    plan = replace(plan, settings=(first, *plan.settings[1:]))
+    assert {row.name for setting, row, _ in plan.cells() if setting == first} == {"near"}
+    assert plan.of(first).gain_row == "near" and len(plan.of(plan.settings[-1]).rows) == len(plan.rows)
+    with pytest.raises(PlanError, match="rows names 'nobody', no such row"):
+        read_plan(write_plan(tmp_path, PLAN + '\n[settings.other]\nrows = ["nobody"]\n'))
 
 
 def test_every_site_stands_with_its_gain_and_a_row_without_it_says_so():
