@@ -24,6 +24,11 @@ from server_app.report_template import COLOURS, CSS, DRAW
 from server_app.report_words import number
 
 MAX_CURVES = 8
+TABLE_CSS = """
+td:first-child { text-align: left; position: sticky; left: 0; background: var(--card); white-space: normal;
+  min-width: 110px; }
+.scroll { margin-bottom: 14px; }
+"""
 HEADING = "\n## "
 
 TEMPLATE = (
@@ -64,7 +69,7 @@ def html_page(plan: Plan, cells: Sequence[Cell], text: str) -> str:
         mine = [cell for cell in cells if cell.setting == setting]
         sections.append((_html(HEADING + part), *_charts(plan, setting, mine)))
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    style = Markup(CSS + COLOURS)
+    style = Markup(CSS + COLOURS + TABLE_CSS)
     return environment.from_string(TEMPLATE).render(title=plan.title, css=style, sections=sections)
 
 

@@ -24,6 +24,7 @@ from server_app import compare, compare_workers
 from server_app.compare_cells import INDEX, Cell, cell_key, prepare
 from server_app.compare_columns import better, column_name, figure
 from server_app.compare_figures import WEAKEST_GAIN, WORST_SITE, Figures, read_figures, with_gains
+from server_app.compare_html import html_page
 from server_app.compare_plan import PlanError, Row, Setting, read_plan
 from server_app.compare_stats import spread, t_interval, t_quantile
 from server_app.compare_table import page, site_table, without_folders
@@ -485,3 +486,13 @@ def test_figure_that_a_row_does_not_measure_is_a_dash(compared, tmp_path):
 
 def test_absolute_paths_lose_their_folders_and_ratios_keep_their_slash():
     assert without_folders("'/data/x/a.zip' is absent, see a/b and 3 / 4") == "'.../a.zip' is absent, see a/b and 3 / 4"
+
+
+def test_page_for_a_browser_has_the_tables_and_curves_and_shows_foreign_html_as_text(compared, tmp_path):
+    plan = read_plan(write_plan(tmp_path, PLAN.replace("nobody anything.", "nobody <script>alert(1)</script>.")))
+    cells = prepare(plan, compared[1])
+    found = html_page(plan, cells, page(plan, cells, command="", jobs=1, written=""))
+    assert "&lt;script&gt;" in found and "<script" not in found and "default-src 'none'" in found
+    assert found.count("<section>") == 1 + len(plan.settings)
+    assert found.count("<svg") == 2 and "megabytes sent and received" in found  # one setting has runs
+    assert '<table>\n<thead>\n<tr>\n<th style="text-align: left;">Row' in found or "<th>Row</th>" in found
