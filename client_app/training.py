@@ -28,6 +28,10 @@ class Diverged(ArithmeticError):
     """Training gave a loss that is not finite. The site sends no update."""
 
 
+class Withheld(RuntimeError):
+    """A check of the site's own keeps its update back; why is for the site's log only."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What one message asks of a site: the settings, the round, the server's further config, and where to compute."""

@@ -7,9 +7,12 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+
+if TYPE_CHECKING:  # the deployment's long-lived watchers write files too, and torch would be most of their memory
+    import torch
 
 
 @contextlib.contextmanager
@@ -41,9 +44,28 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, str] | None = None) -> None:
-    """Writes CPU tensors as a safetensors file, whole and without a copy in memory; ``header`` is text about them."""
+    """Writes CPU tensors as a safetensors file, whole and without a copy in memory; ``header`` is text about them.
+
+    Raises OSError where it cannot be written; the old file is left then.
+    """
+    from safetensors.torch import save_file
+
     with replacing(path) as temporary:
-        save_file({name: value.detach().contiguous() for name, value in tensors.items()}, temporary, dict(header or {}))
+        content = {name: value.detach().contiguous() for name, value in tensors.items()}
+        try:
+            save_file(content, temporary, dict(header or {}))
+        except SafetensorError as error:
+            raise OSError(f"{path} could not be written: {error}") from error
+
+
+def load_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The CPU tensors and the header of a file of `save_tensors`. Raises OSError where it is absent or not whole."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            return tensors, dict(file.metadata() or {})
+    except SafetensorError as error:
+        raise OSError(f"{path} is no whole safetensors file: {error}") from error
 
 
 def _flush(path: Path) -> None:

@@ -96,9 +96,9 @@ def run_cell(run_config: Mapping[str, Any], engine: Engine = "inprocess") -> dic
 def _run_on_ray(run_config: Mapping[str, Any]) -> Path:
     """The run folder of a simulation with a SuperLink of its own; a Ray that runs already is joined (RAY_ADDRESS)."""
     simulation = simulate.Simulation(simulate.ROOT, run_config, simulate.count_sites(run_config, None))
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, simulate.interruptible():
+    with simulate.interruptible():
         simulate.make_local_files(simulation)
-        exit_code, run_dir = simulate.run(simulation, Console(file=nowhere))
+        exit_code, run_dir = simulate.run(simulation, Console(quiet=True))
     if exit_code != simulate.COMPLETED or run_dir is None:
         where = "" if run_dir is None else f"; {run_dir.name} has the reason"
         raise RuntimeError(f"the simulation on Ray ended with exit code {exit_code}{where}")

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from federation.files import replacing, save_tensors, write_atomic
+from federation.files import load_tensors, replacing, save_tensors, write_atomic
 
 
 def names(folder):
@@ -72,3 +72,15 @@ def test_tensors_and_their_header_come_back(tmp_path):
     with safe_open(path, framework="pt") as file:
         assert file.metadata() == {"round": "7"}
     assert path.stat().st_mode & 0o777 == 0o600 and names(tmp_path) == ["m.safetensors"]
+
+
+def test_tensors_and_header_are_read_back_and_a_part_is_refused(tmp_path):
+    path = tmp_path / "state.safetensors"
+    save_tensors(path, {"x": torch.arange(3)}, {"about": "three"})
+    tensors, header = load_tensors(path)
+    assert tensors["x"].tolist() == [0, 1, 2] and header == {"about": "three"}
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(OSError, match="no whole safetensors file"):
+        load_tensors(path)
+    with pytest.raises(FileNotFoundError):
+        load_tensors(tmp_path / "absent.safetensors")
