@@ -2,6 +2,7 @@
 #   make demo                      method fednca on embedded images; prints the result table and the report's path
 #   make demo DATA=path/to/data    the same on real chest X-rays (a folder or zip with metadata.csv)
 #   make demo PRESET=presets/x.toml ARGS="-c 'method=fedavg federation.rounds=5'"    another one
+#   make rehearsal                 a whole federation of hospitals on this machine: kits, TLS, keys, real processes
 #   make test                      runs the tests; `make drills` the slow ones that start processes
 #   make compare PLAN=results/incongruent.toml   methods x partitions x seeds as one table (an hour and more)
 #   make lint | bench | clean
@@ -17,7 +18,7 @@ ARGS ?=
 PLAN ?= results/fednca.toml
 JOBS ?= 2
 
-.PHONY: demo compare test drills lint bench clean install install-test
+.PHONY: demo rehearsal compare test drills lint bench clean install install-test
 .DEFAULT_GOAL := demo
 
 # A half-made environment would look finished to the next call, so it is removed; one of an old Python is never made.
@@ -29,7 +30,7 @@ install: $(PY)
 	@$(PY) deploy/install.py
 
 install-test: $(PY)
-	@$(PY) deploy/install.py test dicom
+	@$(PY) deploy/install.py test dicom dp
 
 demo: install
 	@$(PY) -m server_app.simulate --preset "$(PRESET)" $(if $(DATA),--data "$(DATA)") --timeout $(TIMEOUT) $(ARGS)
@@ -37,6 +38,10 @@ demo: install
 # Methods x partitions x seeds into one table beside the plan; continues where it was stopped.
 compare: install
 	@$(PY) -m server_app.compare "$(PLAN)" --out "$(basename $(PLAN)).md" --runs-dir runs --jobs $(JOBS) $(ARGS)
+
+# SuperLink and three SuperNodes over TLS with node keys; the model must be that of one process. A few minutes.
+rehearsal: install
+	@$(PY) -m server_app.rehearsal $(ARGS)
 
 test: install-test
 	@$(PY) -m pytest -m "not slow" $(ARGS)

@@ -1,4 +1,7 @@
-"""A Flower app that asks every site once and does nothing else: what Flower and Ray cost by themselves."""
+"""A Flower app that asks every site and does nothing else: what Flower and Ray cost by themselves.
+
+``exchanges`` times, once ``nodes`` sites are there; the seconds of each go to the file ``out``, where one is named.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ FILES = {
 [project]
 name = "empty-app"
 version = "0.1.0"
-description = "Asks every site once"
+description = "Asks every site"
 license = "Apache-2.0"
 requires-python = ">=3.11"
 dependencies = ["flwr[simulation]>=1.42.0,<1.43"]
@@ -23,9 +26,16 @@ serverapp = "empty_server.app:app"
 clientapp = "empty_client.app:app"
 
 [tool.flwr.app.config]
+exchanges = 1
+nodes = 1
+out = ""
 """,
     "empty_server/__init__.py": "",
     "empty_server/app.py": """
+import json
+import time
+from pathlib import Path
+
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
@@ -35,9 +45,17 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    content = RecordDict({"config": ConfigRecord({})})
-    messages = [Message(content, dst_node_id=node, message_type="query.hello") for node in grid.get_node_ids()]
-    grid.send_and_receive(messages, timeout=120.0)
+    config, seconds = context.run_config, []
+    while len(list(grid.get_node_ids())) < config["nodes"]:
+        time.sleep(0.2)
+    for _ in range(config["exchanges"]):
+        started = time.perf_counter()
+        content = RecordDict({"config": ConfigRecord({})})
+        messages = [Message(content, dst_node_id=node, message_type="query.hello") for node in grid.get_node_ids()]
+        grid.send_and_receive(messages, timeout=600.0)
+        seconds.append(time.perf_counter() - started)
+    if config["out"]:
+        Path(config["out"]).write_text(json.dumps(seconds))
 """,
     "empty_client/__init__.py": "",
     "empty_client/app.py": """

@@ -23,8 +23,10 @@ import torch
 from flwr.app import Array, RecordDict
 
 from federation import wire
+from federation.limits import Limits
 from federation.wire import Payload
 
+NO_LIMITS = Limits()
 GENESIS = "0" * 64
 HEAD_BYTES = 128
 
@@ -33,10 +35,19 @@ class EgressError(RuntimeError):
     """A reply that holds something undeclared or not finite. It does not leave the site."""
 
 
-def release(content: RecordDict, payload: Payload, ledger: Ledger, *, server_round: int, action: str) -> RecordDict:
+def release(
+    content: RecordDict,
+    payload: Payload,
+    ledger: Ledger,
+    *,
+    server_round: int,
+    action: str,
+    limits: Limits = NO_LIMITS,
+) -> RecordDict:
     """Checks a reply against its declaration, writes its line in the ledger, and returns it unchanged.
 
-    The line is on disk before the reply leaves. Raises EgressError naming what is wrong, in the site's log only.
+    The line is on disk before the reply leaves. Raises EgressError naming what is wrong, in the site's log only, and
+    UploadTooLarge where the site's ``limits`` do not let it out.
     """
     if wrong := payload.violation(content):
         raise EgressError(f"the reply to {action} may not leave: {wrong}")
@@ -44,13 +55,16 @@ def release(content: RecordDict, payload: Payload, ledger: Ledger, *, server_rou
         for name, value in wire.tensors(wire.decode(arrays), copy=False).items():
             if value.is_floating_point() and not math.isfinite(float(torch.linalg.vector_norm(value.double()))):
                 raise EgressError(f"the reply to {action} may not leave: {record}/{name} is not finite")
+    size_bytes = wire.size_bytes(content)
+    if limits.max_upload_bytes:
+        limits.check_upload(ledger.sent_bytes(server_round), size_bytes, server_round)
     ledger.append(
         {
             "round": server_round,
             "action": action,
             "purpose": payload.purpose,
             "records": {name: _described(content, name) for name in sorted(content)},
-            "bytes": wire.size_bytes(content),
+            "bytes": size_bytes,
             "payload_sha256": wire.content_sha256(content),
         }
     )
@@ -90,6 +104,14 @@ class Ledger:
             file.flush()
             os.fsync(file.fileno())
         self._write_head(json.dumps({"entries": body["line"], "sha256": body["sha256"]}))
+
+    def sent_bytes(self, server_round: int) -> int:
+        """Bytes of tensors that left in a round, repetitions included. Raises EgressError where a line is damaged."""
+        try:
+            entries = [json.loads(text) for text in _lines(self.path)]
+            return sum(int(entry["bytes"]) for entry in entries if entry["round"] == server_round)
+        except (ValueError, KeyError, TypeError) as error:
+            raise EgressError("the ledger is damaged, nothing leaves until it is looked at") from error
 
     def _write_head(self, text: str) -> None:
         """Overwrites the head in place, in one write of always the same length, and does not wait for the disk.

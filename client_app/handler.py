@@ -13,6 +13,7 @@ import io
 import json
 import warnings
 from collections.abc import Iterator
+from datetime import datetime
 from logging import Logger
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +25,8 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from client_app import evaluation, secure_round, secure_sum, training
 from client_app.device import computing
-from client_app.egress import EgressError, Ledger, release
+from client_app.egress import NO_LIMITS, EgressError, Ledger, release
+from client_app.private_update import protected
 from client_app.site import (
     ConsentError,
     IdleNode,
@@ -35,10 +37,11 @@ from client_app.site import (
     site_logger,
     write_partition,
 )
-from client_app.training import Diverged, Job
+from client_app.training import Diverged, Job, Withheld
 from datasets.records import IMAGE, REPORT, DataError, SiteData
 from datasets.site import class_counts
 from federation import registry, wire
+from federation.limits import LimitError, Limits, MethodRefused, OutOfHours, UploadTooLarge, parse_limits
 from federation.secure_roster import ACTIONS
 from federation.settings import Settings, SettingsError
 
@@ -47,8 +50,13 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
     (SettingsError, "E-SETTINGS"),
     (DataError, "E-DATA"),
     (ConsentError, "E-CONSENT"),
+    (MethodRefused, "E-METHOD"),
+    (OutOfHours, "E-HOURS"),
+    (UploadTooLarge, "E-UPLOAD"),
+    (LimitError, "E-LIMITS"),
     (EgressError, "E-EGRESS"),
     (Diverged, "E-DIVERGED"),
+    (Withheld, "E-WITHHELD"),
     (wire.WireError, "E-MISMATCH"),
     (MemoryError, "E-MEMORY"),
     (torch.OutOfMemoryError, "E-MEMORY"),
@@ -58,18 +66,21 @@ FAILURES: tuple[tuple[type[BaseException], str], ...] = (
 
 def answer(message: Message, context: Context) -> Message:
     """The reply to one message. Never raises for anything that goes wrong at the site."""
-    folder: Path | None = None
+    folder, limits = None, NO_LIMITS
     try:
         experiment = str(message.content[wire.CONFIG]["experiment"])
         if is_hospital(context.node_config):  # before the settings, so that wrong ones have a log to be told in
             folder = open_folder(None, context.node_config, experiment)
+            limits = parse_limits(context.node_config)
+        method = str(context.run_config.get("method", Settings.model_fields["method"].default))
+        limits.check(method, datetime.now().astimezone())  # before the method's code is imported
         settings = _settings(json.dumps(dict(context.run_config)))
         folder = folder or open_folder(settings, context.node_config, experiment)
         with _private(site_logger(folder)):
             site = open_site(settings, context.node_config, folder)
             if message.metadata.message_type == wire.PROFILE and not is_hospital(context.node_config):
                 write_partition(settings, folder.parent.parent / "partition.json")
-            content = _respond(message, settings, site)
+            content = _respond(message, settings, site, limits)
     except Exception as error:
         content = _refusal(error, message, folder)
     return Message(content, reply_to=message)
@@ -81,7 +92,7 @@ def _settings(run_config: str) -> Settings:
     return Settings.from_run_config(json.loads(run_config))
 
 
-def _respond(message: Message, settings: Settings, site: Site) -> RecordDict:
+def _respond(message: Message, settings: Settings, site: Site, limits: Limits) -> RecordDict:
     action = message.metadata.message_type
     half = importlib.import_module(registry.find(settings.method).site)
     server_round = int(message.content[wire.CONFIG]["server_round"])
@@ -100,20 +111,24 @@ def _respond(message: Message, settings: Settings, site: Site) -> RecordDict:
                 do = answer_question if action == wire.ASK else work
                 content, payload = do(action, wire.modules_of(message.content), site, job, half)
     site_logger(site.folder).info("round=%s action=%s bytes=%s", server_round, action, wire.size_bytes(content))
-    return release(content, payload, Ledger(site.folder / "egress.jsonl"), server_round=server_round, action=action)
+    ledger = Ledger(site.folder / "egress.jsonl")
+    return release(content, payload, ledger, server_round=server_round, action=action, limits=limits)
 
 
 def profile(site: Site, settings: Settings, half: ModuleType) -> RecordDict:
-    """The site card: names, label list, hashes, counts. Counts below ``privacy.min_cell`` are -1."""
+    """The site card: names, label list, hashes, counts. Counts below ``privacy.min_cell``, or the half's
+    own ``smallest_count(settings)``, are -1.
+    """
     data = site.data
     train = data.splits["train"]
     rows = half.learnable(train, settings) if hasattr(half, "learnable") else training.usable(train)
     counts = class_counts(train.targets[rows])
 
     hides_all = getattr(half, "HIDES_CLASS_COUNTS", False)
+    smallest = max(settings.privacy.min_cell, half.smallest_count(settings) if hasattr(half, "smallest_count") else 0)
 
     def visible(values: Any) -> list[int]:
-        return [-1 if hides_all or 0 < value < settings.privacy.min_cell else int(value) for value in values]
+        return [-1 if hides_all or 0 < value < smallest else int(value) for value in values]
 
     card = {
         "site": data.name,
@@ -202,7 +217,7 @@ def evaluated(modules: training.Modules, site: Site, job: Job, half: ModuleType)
         len(site.data.labels),
         job.settings.evaluation.bins,
         site.data.task,
-        getattr(half, "EVALUATION_EXTRA", None),
+        extra(job.settings) if callable(extra := getattr(half, "EVALUATION_EXTRA", None)) else extra,
     )
     return content, declared
 
@@ -211,7 +226,7 @@ def trained(modules: training.Modules, site: Site, job: Job, half: ModuleType) -
     """A local training after the evaluation that its message asks for; the reply still lacks the update."""
     content, declared = evaluated(modules, site, job, half)
     specs = getattr(half, "update_specs", _trained_specs)(modules, site, job)
-    update = half.train(site, modules, job)
+    update = protected(half.train(site, modules, job), site, job)
     content[wire.METRICS] = MetricRecord(
         {
             "server_round": job.server_round,

@@ -11,8 +11,6 @@ from typing import Literal, get_args
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from sklearn.cluster import KMeans
-from sklearn.exceptions import ConvergenceWarning
 
 from datasets.partition import (
     NOWHERE,
@@ -65,6 +63,9 @@ def label_clusters(
     fitted = np.arange(len(features)) if fit_on is None else np.flatnonzero(fit_on)
     if not 1 <= num_clusters <= len(fitted):
         raise DataError(f"{len(fitted)} rows make no {num_clusters} clusters; ask for 1 to {len(fitted)}")
+    from sklearn.cluster import KMeans  # heavy, and only simulations come here
+    from sklearn.exceptions import ConvergenceWarning
+
     means = KMeans(n_clusters=num_clusters, n_init=10, random_state=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct label sets than clusters: filled below

@@ -64,12 +64,13 @@ def read_targets(
 def parse_marks(table: Table, column: str) -> np.ndarray:
     """One label column as ``(n,) int8``: 1 present, 0 absent, -1 unknown (-1, blank or NaN)."""
     codes, values = pd.factorize(table.frame[column])
-    marks = [_mark(value) for value in values]
+    marks = [mark_of(value) for value in values]
     table.refuse_cell(column, codes, values, marks, "is no label value; write 1, 0, or -1 or blank for unknown")
     return np.asarray(marks, dtype=np.int8)[codes]
 
 
-def _mark(cell: str) -> int | None:
+def mark_of(cell: str) -> int | None:
+    """A label cell as 1, 0 or -1 (unknown); None for one that is no label value."""
     if _is_blank(cell):
         return UNKNOWN
     number = _number(cell)

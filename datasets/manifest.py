@@ -71,9 +71,9 @@ def read_manifest(
     path = Path(root)
     if path.suffix.lower() == ".npz":
         return _read_npz(path, labels)
-    source, name = _find_table(path)
+    source, name = find_table(path)
     data = source.read(name, max_bytes=MAX_TABLE_BYTES)
-    sidecar_name, sidecar_data = _find_sidecar(source, name)
+    sidecar_name, sidecar_data = find_sidecar(source, name)
     sidecar = parse_sidecar(sidecar_data, sidecar_name) if sidecar_name else Sidecar()
     table = parse_table(data, name, encoding or sidecar.encoding)
     source = _image_source(source, sidecar, sidecar_name, image_root)
@@ -86,7 +86,7 @@ def assemble(
     """The manifest of a parsed table whose images lie below ``source``; raises DataError like `read_manifest`."""
     if not len(table):
         raise DataError(f"{table.name} has a header but no samples; add at least one row")
-    fields = _fields(table, sidecar)
+    fields = known_fields(table, sidecar)
     names, task, targets, used = read_targets(table, sidecar, labels)
     samples, paths = _one_image_a_sample(table, fields["image"])
     _refuse_twice(table, samples, paths)
@@ -103,7 +103,7 @@ def assemble(
     return Manifest(names, task, frame.assign(image=paths), targets[samples], images, checksum)
 
 
-def _find_table(path: Path) -> tuple[Source, str]:
+def find_table(path: Path) -> tuple[Source, str]:
     """The source and the table's name in it; a zip holds its own sidecar and images, a lone table its folder's."""
     if path.suffix.lower() in (".csv", ".parquet"):
         if not path.is_file():
@@ -121,7 +121,7 @@ def _find_table(path: Path) -> tuple[Source, str]:
     return source, found[0]
 
 
-def _find_sidecar(source: Source, table_name: str) -> tuple[str, bytes]:
+def find_sidecar(source: Source, table_name: str) -> tuple[str, bytes]:
     """Name and bytes of the table's own sidecar (``site_a.json`` for ``site_a.csv``) or the folder's; else "", b""."""
     for name in dict.fromkeys((f"{Path(table_name).stem}.json", *SIDECAR_NAMES)):
         if source.has(name):
@@ -150,7 +150,7 @@ def _checksum(table_data: bytes, sidecar_data: bytes) -> str:
     return digest.hexdigest()
 
 
-def _fields(table: Table, sidecar: Sidecar) -> pd.DataFrame:
+def known_fields(table: Table, sidecar: Sidecar) -> pd.DataFrame:
     """The eight known columns as stripped strings, "" where the table has none; reports keep their spaces."""
     frame = table.frame
     for record, column in sidecar.columns.items():

@@ -24,23 +24,25 @@ class Method:
     """One method: its name (also its section in the run config), its strategy class, settings class and site module.
 
     ``site`` is the dotted name of the module with ``train(site, modules, settings, ...)``; only sites import it.
+    ``prepare``: that of a module with ``prepare(settings)``, which makes local files that a simulation needs; or "".
     """
 
     name: str
     strategy: type[Any]
     settings: type[Any]
     site: str
+    prepare: str = ""
 
 
 _METHODS: dict[str, Method] = {}
 
 
-def register(name: str, strategy: type[Any], *, settings: type[Any], site: str) -> None:
+def register(name: str, strategy: type[Any], *, settings: type[Any], site: str, prepare: str = "") -> None:
     """Makes a strategy known under a name. Raises ValueError where the name belongs to another class."""
     known = _METHODS.get(name)
     if known is not None and known.strategy.__qualname__ != strategy.__qualname__:
         raise ValueError(f"method {name!r} is registered twice: {known.strategy!r} and {strategy!r}; rename one")
-    _METHODS[name] = Method(name, strategy, settings, site)
+    _METHODS[name] = Method(name, strategy, settings, site, prepare)
 
 
 def find(method: str) -> Method:
@@ -54,6 +56,12 @@ def find(method: str) -> Method:
             f"no method {method!r}; there are: {', '.join(names())}, or your own as package.module:Name"
         )
     return _METHODS[method]
+
+
+def prepare_simulation(method: str, settings: Any) -> None:
+    """Lets a method make the local files that a simulation of it needs, where it has any; before any site starts."""
+    if module := find(method).prepare:
+        importlib.import_module(module).prepare(settings)
 
 
 def _find_class(method: str) -> Method:

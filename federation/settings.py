@@ -15,11 +15,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator
 
-from federation import registry
+from federation import privacy_rules, registry
 from federation.metrics import check_selection_metric
 from federation.secure_sum import MAX_SITES
 
 Scalar = bool | int | float | str
+DIGITS = ("digits", "digits-mosaic", "digits-reports", "digits-mosaic-private")
+"""Embedded data without real sites; all but the first are mosaics."""
 
 
 class SettingsError(ValueError):
@@ -163,6 +165,30 @@ class PrivacyArea(Area):
     secure_sum: bool = Field(False, description="updates travel under masks; the server learns their sum only")
     secure_range: float = Field(8.0, gt=0, le=1e6, description="largest change of one value; larger ones are cut")
     min_cohort: int = Field(3, ge=3, le=MAX_SITES, description="sites of a module's secure sum; fewer freeze it")
+    dp: Literal["none", "central", "local"] = Field(
+        "none", description="differential privacy of updates: noise by the server on the mean, or by every site"
+    )
+    dp_clip: float = Field(1.0, gt=0, le=1e6, description="L2 norm that an update is scaled down to with dp")
+    dp_noise: float = Field(1.0, ge=0, le=1e6, description="standard deviation of the noise, as a multiple of dp_clip")
+    dp_delta: float = Field(1e-5, gt=0, lt=1, description="delta at which epsilon is stated")
+
+    @property
+    def dp_clips(self) -> bool:
+        """Whether updates are clipped and noised at all."""
+        return self.dp != "none"
+
+    @property
+    def dp_at_server(self) -> bool:
+        return self.dp == "central"
+
+    @property
+    def dp_at_sites(self) -> bool:
+        return self.dp_clips and not self.dp_at_server
+
+    @property
+    def dp_sensitivity(self) -> int:
+        """Sensitivity of what is noised, as a multiple of dp_clip (`federation.differential_privacy`, first choice)."""
+        return 2 if self.dp_at_sites else 1
 
 
 class ReportingArea(Area):
@@ -327,10 +353,10 @@ def contradictions(settings: Settings) -> list[str]:
             f"federation.sites_per_round = {fed.sites_per_round} but data.num_sites = {data.num_sites}: "
             "more sites are asked for than exist; use 0 for all"
         )
-    if data.partition == "by_site" and data.root in ("digits", "digits-mosaic", "digits-reports"):
+    if data.partition == "by_site" and data.root in DIGITS:
         found.append(f"data.partition = 'by_site' but data.root = {data.root!r} has no real sites; choose another one")
     single = data.partition.startswith("dirichlet") or data.partition == "n_classes_per_site"
-    if single and (data.root in ("digits-mosaic", "digits-reports") or data.mosaic != "none"):
+    if single and (data.root in DIGITS[1:] or data.mosaic != "none"):
         found.append(f"data.partition = {data.partition!r} needs one label a sample; use 'beta_gamma' for mosaics")
     if data.cluster_share and data.partition != "label_clusters":
         found.append(
@@ -362,6 +388,7 @@ def contradictions(settings: Settings) -> list[str]:
     strategy = registry.find(settings.method).strategy
     if settings.privacy.secure_sum:
         found += _unsummable(settings, bool(getattr(strategy, "secure_summable", True)), draws_sites)
+    found += privacy_rules.contradictions(settings, strategy)
     return found + list(getattr(strategy, "contradictions", lambda _: [])(settings))
 
 

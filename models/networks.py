@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import torchvision
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -50,7 +49,9 @@ def resnet18(*, channels: int, num_labels: int, norm: str = "batch", image_size:
     Choice: inputs below 96 pixels get the usual small-image stem (3x3 stride 1, no pooling), else the last map would
     be 1 or 2 pixels wide.
     """
-    network = torchvision.models.resnet18(weights=None, num_classes=num_labels, norm_layer=NORMS[norm])
+    from torchvision.models import resnet18  # heavy, and a deployed site starts a process for every message
+
+    network = resnet18(weights=None, num_classes=num_labels, norm_layer=NORMS[norm])
     if image_size < 96:
         network.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
         network.maxpool = nn.Identity()

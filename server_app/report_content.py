@@ -7,6 +7,7 @@ from typing import Any
 from server_app.report_charts import Chart, Point, line_chart
 from server_app.report_collapse import COLLAPSE, COLLAPSE_WORDS, with_collapse
 from server_app.report_labels import label_charts
+from server_app.report_privacy import privacy_words, spent_words
 from server_app.report_tables import (
     Result,
     data_table,
@@ -54,7 +55,7 @@ def page_of(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]], proble
         "warnings": [*_failure(run, status), *problems, *map(str, run.get("warnings") or [])],
         "lead": lead(run, rounds, result, method, status),
         "figures": figures(run, rounds, result),
-        "remarks": remarks(run, result),
+        "remarks": [*remarks(run, result), *privacy_words(run), *spent_words(rounds)],
         "charts": [*charts(run, rounds, evaluations, result), *label_charts(records)],
         "labels": labels_table(run, result),
         "sites": sites_table(result),

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from federation import wire
+from federation import differential_privacy, wire
 from federation.files import save_tensors, write_atomic
 from federation.settings import Settings
 from server_app import checkpoint
@@ -110,7 +110,7 @@ class RunFolder:
             "headline_excluded": [{"label": label, "reason": why} for label, why in headline_excluded.items()],
             "sites": [_described(card) for card in table.cards],
             "outstanding": [{"site": site, "reason": why} for site, why in sorted(table.refused.items())],
-            "warnings": _warnings(table),
+            "warnings": _warnings(table) + self._noise_warnings(modules),
         }
         self._write_run()
         if self.settings.reporting.tensorboard:
@@ -118,6 +118,10 @@ class RunFolder:
 
             after = self.resumed[0].server_round + 1 if self.resumed else None
             self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=after)
+
+    def _noise_warnings(self, modules: Modules) -> list[str]:
+        names = (name for state in modules.values() for name in state)
+        return differential_privacy.warnings_of(names) if self.settings.privacy.dp_clips else []
 
     def _cut_back(self, metrics_bytes: int) -> None:
         """Drops the metrics of rounds after the checkpoint: they are measured again."""
@@ -212,7 +216,12 @@ class RunFolder:
             modules.setdefault(module, {})[key] = value
         return modules
 
+    def _account(self, releases: int) -> None:
+        if self.settings.privacy.dp_clips:
+            self._run["differential_privacy"] = differential_privacy.statement(self.settings.privacy, releases)
+
     def checkpoint(self, progress: Progress) -> None:
+        self._account(progress.releases)
         metrics = self.path / "metrics.jsonl"
         facts = Facts(**{**asdict(self._facts), "metrics_bytes": metrics.stat().st_size if metrics.exists() else 0})
         checkpoint.save_checkpoint(self.path, progress, facts)
@@ -241,6 +250,7 @@ class RunFolder:
             "sha256": model_sha256,
         }
         save_tensors(self.path / "model.safetensors", exported, header)
+        self._account(progress.releases)
         self._run |= {
             "model_sha256": model_sha256,
             "selected_round": progress.best_round,
@@ -256,6 +266,7 @@ class RunFolder:
             if self._run["status"] == "completed":
                 return
         self._run.setdefault("warnings", []).append(reason)
+        self._account(self._run.get("differential_privacy", {}).get("rounds", -1) + 1)  # what failed may be out
         self._run = {
             "method": self.settings.method,
             "experiment": self.experiment,

@@ -22,6 +22,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
 from federation import metrics, wire
+from federation.differential_privacy import require_accountant
 from federation.secure_roster import ACTIONS, ASK_MASKED
 from federation.settings import Settings, names_in
 from strategies import gate
@@ -33,13 +34,14 @@ from strategies.exchange import Sent, exchange, failure
 from strategies.hooks import MODEL as MODEL
 from strategies.hooks import MethodHooks
 from strategies.initial import seeded, state_norm
+from strategies.private_training import PrivateTraining
 from strategies.progress import Modules, Observer, Progress, RoundRecord
 from strategies.secure_round import SecureMean
 from strategies.secure_sum import SecureRound
 from strategies.secure_training import SecureTraining
 
 
-class FederatedStrategy(SecureTraining, MethodHooks, Strategy):
+class FederatedStrategy(SecureTraining, PrivateTraining, MethodHooks, Strategy):
     """A Flower strategy with named sites, gates, per-module state, a quorum and checkpoints.
 
     Its five Flower methods work on ``self.progress``; `start` calls them in order. ``settings`` is the whole run
@@ -88,9 +90,12 @@ class FederatedStrategy(SecureTraining, MethodHooks, Strategy):
         self._timeout = timeout or self.settings.federation.timeout_s
         last = num_rounds or self.settings.federation.rounds
         self.summary()
+        if self.settings.privacy.dp_clips:
+            require_accountant()
         self.table = self._discovered(grid)
         self._check_labels(tuple(labels or self.table.labels))
         self._initialise(initial_arrays, resume_from, data_sha256 or {})
+        self._begin_privacy(resumed=resume_from is not None)
         observer.sites_known(self.table, self.progress.modules, self.headline_excluded)
         if resume_from is None:
             self.progress.method = self.state_dict()
@@ -435,7 +440,7 @@ class FederatedStrategy(SecureTraining, MethodHooks, Strategy):
         return {view: PooledScores(*arguments) for view in ("", *self.views)}
 
     def _fold(self, mean: ModularMean, reply: gate.Reply) -> None:
-        bound = self.settings.federation.norm_bound
+        bound = self._update_bound()
         weights = {module: self.weigh(reply, module) for module in reply.changes}
         changes = {
             module: scaled_to_norm(arrays, reply.norm, bound) if bound else arrays
@@ -463,7 +468,7 @@ class FederatedStrategy(SecureTraining, MethodHooks, Strategy):
         return "; ".join(f"{entry['site']}: {entry['reason']}" for entry in self.record.refused + self.record.missing)
 
     def _advance(self, means: Mapping[str, StreamingMean | SecureMean], server_round: int) -> None:
-        modules = self.combine(means, server_round)
+        modules = self._after_noise(self.combine(self._released(means, server_round), server_round))
         self._check_same_names(self.progress.modules, modules)
         self.progress.modules = modules
         self.progress.server_round = server_round

@@ -54,6 +54,11 @@ class MethodHooks:
     A class with a `weigh` or `received` of its own has to say so itself: its site half then has
     ``weights(update, job)`` with the same weights as whole numbers, and what it sends is what is averaged.
     """
+    sends_changes = True
+    """Whether what a site sends is the change that is averaged, so that `privacy.dp` can clip and noise it.
+
+    A class with a `received` of its own has to say so itself.
+    """
     reads_reports = False
     """Whether sites read reports, so that samples without an image count too."""
     profile_extra: Mapping[str, str] = {}
@@ -67,6 +72,8 @@ class MethodHooks:
         super().__init_subclass__(**arguments)
         if {"weigh", "received"} & set(vars(cls)) and "secure_summable" not in vars(cls):
             cls.secure_summable = False
+        if "received" in vars(cls) and "sends_changes" not in vars(cls):
+            cls.sends_changes = False
 
     def network(self, labels: tuple[str, ...], task: str) -> nn.Module:
         """The method's network, weights from torch's current generator. Default: the configured one.

@@ -21,7 +21,8 @@ class Progress:
     """Where a run stands after a round: everything that a resumed run needs, besides the settings.
 
     ``accepted``: site -> last round whose reply was taken. ``best_thresholds``: per label, fitted on validation.
-    ``method``: the method's own tensors (`FederatedStrategy.state_dict`).
+    ``method``: the method's own tensors (`FederatedStrategy.state_dict`). ``releases``: rounds that `privacy.dp` has
+    to account for, repeated ones included.
     """
 
     server_round: int = 0
@@ -31,6 +32,7 @@ class Progress:
     best_value: float | None = None
     best_thresholds: list[float] | None = None
     method: dict[str, torch.Tensor] = field(default_factory=dict)
+    releases: int = 0
 
 
 @dataclass
@@ -38,7 +40,7 @@ class RoundRecord:
     """What one exchange of training did: who was in, who was not and why.
 
     ``frozen``: modules that a secure sum had too few sites for, with the reason. ``clipped``: values that it cut to the
-    declared range, by module, over all sites.
+    declared range, by module, over all sites. ``privacy``: what can be said of it, with `privacy.dp`.
     """
 
     round: int
@@ -53,6 +55,7 @@ class RoundRecord:
     extra: dict[str, dict[str, float]] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)
     clipped: dict[str, int] = field(default_factory=dict)
+    privacy: dict[str, float | int | str] = field(default_factory=dict)
 
 
 class Observer(Protocol):
