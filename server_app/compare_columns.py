@@ -26,6 +26,7 @@ EXTRA = (WORST_SITE, WORST_LABEL, WEAKEST_GAIN, BYTES, ROUND_SECONDS, SECONDS)
 LOWER_IS_BETTER = re.compile(rf"(\w+_)?(loss|(site|class)_variance)$|({BYTES}|{SECONDS}|{ROUND_SECONDS})$")
 HIGHER_IS_BETTER = re.compile(
     r"(\w+_)?(macro|micro|worst|head|tail)_(auroc|ap|f1|recall)$|(\w+_)?(auroc|ap|f1)_q\d+$"
+    r"|(official_)?map$|[co]f1(_tuned)?$|official_best_[co]f1_optimistic$"
     rf"|(balanced_)?accuracy$|neg_loss$|({WORST_SITE}|{WEAKEST_GAIN})$"
 )
 
