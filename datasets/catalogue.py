@@ -18,7 +18,8 @@ from datasets.records import DataError, Manifest
 from datasets.sentences import with_sentences
 from datasets.union import union_manifest
 
-DIGITS_NAMES = ("digits", "digits-mosaic", "digits-reports")
+DIGITS_PRIVATE = "digits-mosaic-private"
+DIGITS_NAMES = ("digits", "digits-mosaic", "digits-reports", DIGITS_PRIVATE)
 REPORTS: Mapping[str, Section] = {"indiana": "indication"} | {f"indiana-{name}": name for name in SECTIONS}
 EMBEDDED = (*DIGITS_NAMES, *REPORTS)
 MOSAIC_PURPOSE = "mosaic"
@@ -39,8 +40,9 @@ def open_manifest(
     The embedded names `EMBEDDED` win over a folder of the same name, which is reached as ``./digits``. ``mosaic`` turns
     any single-label root into multi-label mosaics (see `datasets.mosaics`); ``digits-mosaic`` is ``digits`` with
     ``mosaic="grid"`` unless another kind is asked for, ``digits-reports`` the same mosaics with a report of synthetic
-    text each (see `datasets.sentences`). ``rng_for`` maps a purpose to a seeded generator and is only asked for mosaics
-    and their text, with the purposes "mosaic" and "sentences".
+    text each (see `datasets.sentences`), and ``digits-mosaic-private`` mosaics of the sheets that are not public.
+    ``rng_for`` maps a purpose to a seeded generator and is only asked for mosaics and their text, with the purposes
+    "mosaic" and "sentences".
 
     ``indiana`` (or ``indiana-indication``), ``indiana-findings`` and ``indiana-impression`` are reports without images
     from the package of the extra ``indiana``, or, with their indication, from that package's ``.whl`` as the root (see
@@ -50,7 +52,7 @@ def open_manifest(
     name = str(root)
     kind = mosaic
     if name in DIGITS_NAMES:
-        manifest = digits(labels)
+        manifest = digits(labels, part="private" if name == DIGITS_PRIVATE else "all")
         kind = "grid" if name != "digits" and mosaic == "none" else mosaic
     elif name in REPORTS:
         manifest = indiana(labels, section=REPORTS[name])

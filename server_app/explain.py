@@ -55,6 +55,9 @@ MEANINGS = {
     "that it looked everywhere",
     "Grad-CAM": "cells that speak for the label in the last feature map (Selvaraju et al. 2017); a clear picture means "
     "that none does",
+    "transport": "where the label's mass comes from: the share of each patch in what was transported to the label, "
+    "mixed by the gate",
+    "gate": "one bar a condition, from the top in the order of the run's list, as long as its weight for this image",
 }
 
 

@@ -19,6 +19,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from client_app.app import app as client_app
 from client_app.site import site_names
+from federation import registry
 from federation.settings import Settings
 from server_app.runner import Outcome
 from server_app.runner import run as run_on
@@ -123,6 +124,7 @@ def run(run_config: Mapping[str, Any], *, faults: Mapping[str, Fault] | None = N
     ``faults`` maps a site's name to what goes wrong there. Raises SettingsError, DataError, and what ends a run.
     """
     settings = Settings.from_run_config(run_config)
+    registry.prepare_simulation(settings.method, settings)
     names = site_names(settings)
     node_configs = [{"partition-id": index, "num-partitions": len(names)} for index in range(len(names))]
     by_node = {names.index(site): fault for site, fault in (faults or {}).items()}

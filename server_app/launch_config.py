@@ -17,7 +17,7 @@ from federation.settings import flatten
 
 RUNS_DIR, DATA_ROOT = "reporting.runs_dir", "data.root"
 PATHS = (DATA_ROOT, "data.cache_dir", "model.weights", "resume", RUNS_DIR)
-PATH_ENDINGS = ("_dir", "_root")
+PATH_ENDINGS = ("_dir", "_root", "_weights")
 """Settings of a method whose names end so are paths too."""
 
 Value = int | float | bool | str

@@ -91,6 +91,16 @@ def count_sites(run_config: Mapping[str, object], wanted: int | None) -> int:
         raise LaunchError(str(error)) from None
 
 
+def make_local_files(simulation: Simulation) -> None:
+    """What the method of our own app needs on this machine before any site starts; see `registry.Method`."""
+    from federation import registry
+    from federation.settings import Settings
+
+    if simulation.app == ROOT:
+        settings = Settings.from_run_config({**app_defaults(simulation.app), **simulation.run_config})
+        registry.prepare_simulation(settings.method, settings)
+
+
 def available_cpus() -> int:
     """The cores this process may use, which in a container can be fewer than the machine has."""
     with contextlib.suppress(AttributeError):
@@ -298,6 +308,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with interruptible():
             simulation = prepare(options)
+            make_local_files(simulation)
             began = time.time()
             exit_code, run_folder = run(simulation, console)
             if exit_code == COMPLETED and (runs_dir := simulation.run_config.get(RUNS_DIR)):
