@@ -95,6 +95,8 @@ def _wait(grid: Grid, message_id: str, waiting: dict[str, Message], names: Mappi
     sent = waiting.pop(message_id)
     if reply is None:
         return Message(Error(NO_REPLY, ERRORS[NO_REPLY]), reply_to=sent)
+    if reply.has_error():  # of a node that went away the SuperLink answers itself, under a node id of its own
+        return Message(reply.error, reply_to=sent)
     if reply.metadata.src_node_id != sent.metadata.dst_node_id:
         return Message(Error(OTHER_SENDER, ERRORS[OTHER_SENDER]), reply_to=sent)
     return reply
