@@ -246,7 +246,7 @@ class FakePool:
     def __init__(self, deadly):
         self.deadly, self.broken = deadly, False
 
-    def submit(self, _, run_config):
+    def submit(self, _, run_config, engine):
         future = Future()
         self.broken |= run_config["row"] in self.deadly
         if self.broken:
@@ -296,7 +296,7 @@ def test_interrupted_command_keeps_the_cells_that_were_finished(compared, tmp_pa
     answers = iter(cells)
 
     class Interrupting(FakePool):
-        def submit(self, _, run_config):
+        def submit(self, _, run_config, engine):
             if not (cell := next(answers, None)) or cell is cells[2]:
                 raise Interrupted(signal.SIGINT)
             copied = runs_after / cell.run_dir.name
