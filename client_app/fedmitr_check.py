@@ -27,6 +27,8 @@ UNAUDITED = "unaudited-model"
 """What a hospital's ``consents`` have to name before its model may leave without this check."""
 IMAGES, ITERATIONS = 64, 100
 """Choice: a minute on a CPU for a small network."""
+MAX_REFERENCES = 500
+"""Images of each side that are held as floating-point numbers at a time."""
 
 
 def check_memory(network: nn.Module, site: Site, job: Job) -> None:
@@ -48,8 +50,8 @@ def check_memory(network: nn.Module, site: Site, job: Job) -> None:
     draws = seeding.generator(job.settings.seed, "audit", job.server_round, site.name)
     audit = memorisation_audit(
         _inverted(network, site, rows, job, draws),
-        _pixels(splits["train"].images[rows]),
-        _pixels(held_out),
+        _drawn(splits["train"].images[rows], draws),
+        _drawn(held_out, draws),
         draws,
     )
     log.info("round=%s audit: %s", job.server_round, _described(audit))
@@ -71,9 +73,10 @@ def _inverted(network: nn.Module, site: Site, rows: np.ndarray, job: Job, draws:
     return invert(network.to(job.device), labels, numbers, draws).images.cpu()
 
 
-def _pixels(images: np.ndarray) -> Tensor:
-    """Pixels ``(n, H, W, ch) uint8`` as `invert` gives them: ``(n, ch, H, W) float32`` in [0, 1]."""
-    return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255
+def _drawn(images: np.ndarray, draws: torch.Generator) -> Tensor:
+    """Some of these pixels ``(n, H, W, ch) uint8``, as `invert` gives them: ``(m, ch, H, W) float32`` in [0, 1]."""
+    rows = torch.randperm(len(images), generator=draws)[:MAX_REFERENCES]
+    return torch.from_numpy(images[rows.numpy()]).permute(0, 3, 1, 2).float() / 255
 
 
 def _described(audit: Audit) -> str:
