@@ -112,7 +112,7 @@ def test_features_that_are_not_finite_are_refused_and_not_kept(tmp_path, value):
 
 def test_a_folder_that_cannot_be_written_is_named(tower, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="the feature cache .*file.* cannot be used"):
+    with pytest.raises(DataError, match=r"the feature cache .*file.* cannot be used"):
         load(tower, tmp_path / "file")
 
 
