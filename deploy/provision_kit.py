@@ -111,6 +111,8 @@ def site_kit(plan: Federation, site: Site, own: Files, now: datetime) -> tuple[F
         "superlink": dials,
         "ports": {"runtime": site.runtime_port, "tunnel": site.tunnel_port},
         "paths": SITE_PATHS,
+        **plan.data.model_dump(),
+        "weights": {weights.path: weights.sha256 for weights in plan.weights},
     }
     return files, listed
 

@@ -84,6 +84,20 @@ class Site(Machine):
     tunnel_port: Port = Field(9443, description="loopback port of the tunnel that adds the client certificate")
 
 
+class Data(Part):
+    """What the federation asks of a hospital's data; the preflight compares."""
+
+    min_train: int = Field(1, ge=1, description="labelled training samples of a hospital")
+    min_positives: int = Field(1, ge=1, description="training positives of a label; fewer are a warning")
+
+
+class Weights(Part):
+    """A file that every hospital holds, the same everywhere: frozen or initial weights."""
+
+    path: Folder = Field(description="where it lies on the hospitals' machines")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
 class Federation(Part):
     """A whole federation.yaml."""
 
@@ -91,6 +105,8 @@ class Federation(Part):
     labels: tuple[Text, ...] = Field(min_length=1, description="the label list, in the order of the model's outputs")
     server: Server
     sites: tuple[Site, ...] = Field(min_length=1)
+    data: Data = Data()
+    weights: tuple[Weights, ...] = ()
 
     @field_validator("labels")
     @classmethod
@@ -125,6 +141,8 @@ class Federation(Part):
         """SHA-256 of everything that shapes the kit of this site, or of the server: two that differ need a new kit."""
         own = self.server if name == SERVER else self.site(name)
         shared = [self.name, list(self.labels), self.server.host, self.server.port, self.server.proxy]
+        if name != SERVER:
+            shared += [self.data.model_dump_json(), *(weights.model_dump_json() for weights in self.weights)]
         return hashlib.sha256(f"{shared}{own.model_dump_json()}".encode()).hexdigest()
 
 

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from deploy import provision, provision_kit, provision_pki
-from deploy.kit import KitError, check_kit, file_sha256, node_config, read_kit
+from deploy.kit import KIT_LIST, KitError, check_kit, file_sha256, node_config, read_kit
 from deploy.tunnel import dialling_context, listening_context
 
 
@@ -365,3 +365,12 @@ def test_certificates_are_valid_for_a_year_and_a_slow_clock(provisioned):
     found, now = certificate(provisioned.kits / "north/certificates/client.crt"), datetime.now(UTC)
     assert (now - found.not_valid_before_utc).total_seconds() >= 600
     assert 390 < (found.not_valid_after_utc - now).days < 398
+
+
+def test_a_kit_says_what_the_federation_asks_of_data_and_weights(provisioned, plan):
+    plan["data"] = {"min_train": 40, "min_positives": 5}
+    plan["weights"] = [{"path": "/data/clip.safetensors", "sha256": "ab" * 32}]
+    provisioned()
+    listed = json.loads((provisioned.kits / "north" / KIT_LIST).read_text())
+    assert (listed["min_train"], listed["min_positives"]) == (40, 5)
+    assert listed["weights"] == {"/data/clip.safetensors": "ab" * 32}

@@ -158,6 +158,18 @@ def test_a_reply_from_another_node_is_not_taken_for_the_sites():
     assert NAMES[north.metadata.src_node_id] == "north"  # accounted to whom the message went
 
 
+def test_what_the_superlink_says_of_a_node_that_went_away_is_the_sites_failure():
+    """It answers under a node id of its own; the site is missing, nobody has forged anything."""
+
+    def gone(message):
+        reply = Message(Error(NO_REPLY, "node unavailable"), reply_to=message)
+        reply.metadata.__dict__["_src_node_id"] = 1
+        return reply
+
+    north = ask(FakeGrid({11: gone, 22: honest, 33: honest}))[1]
+    assert NAMES[north.metadata.src_node_id] == "north" and failure(north) == ERRORS[NO_REPLY]
+
+
 def test_a_reply_to_another_message_is_not_taken():
     def misplaced(message):
         reply = honest(message)
