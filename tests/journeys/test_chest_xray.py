@@ -37,6 +37,7 @@ def outcome(tmp_path_factory):
         "data.root": str(PACK),
         "federation.rounds": 4,
         "model.width": 16,
+        "evaluation.bins": 4096,
         "reporting.runs_dir": str(folder),
         "reporting.tensorboard": False,
     }
@@ -53,7 +54,9 @@ def test_the_sites_are_the_real_ones_and_covid_is_in_no_headline(outcome):
 
 
 def test_pooled_auroc_of_added_histograms_is_that_of_the_pooled_scores(outcome):
-    """0.0005 is what the project promises on these scores, of a model that has been trained."""
+    """Within 0.0005 at 4,096 bins. After so few rounds all scores lie in few bins: at the default of 1,024 one label was
+    0.0007 off on one kind of processor and none on another.
+    """
     run = json.loads((outcome.run_dir / "run.json").read_text())
     model = run["settings"]["model"]
     network = build_network(
