@@ -8,23 +8,17 @@ names of readers: they are readable by their owner only and nothing here sends t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from datasets.annotation_pool import Answer, Pool, Reason, Request
 from datasets.records import DataError
-from federation.files import write_atomic
-
-try:
-    import fcntl
-except ImportError:  # not on Windows: there only one process at a time may change a pool
-    fcntl = None
+from federation.files import locked, write_atomic
 
 VERSION = 1
 POOL = "pool.json"
@@ -37,7 +31,7 @@ def open_pool(folder: Path, blank: Pool) -> Pool:
     Raises DataError where the kept pool is of other data, labels or samples, and like `read_pool`.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _locked(folder):
+    with locked(folder / ".lock"):
         journal = folder / JOURNAL
         if not (folder / POOL).exists():
             if journal.exists() and journal.stat().st_size:
@@ -75,7 +69,7 @@ def change(folder: Path, transition: Callable[[Pool], Pool]) -> Pool:
     Processes wait for each other. An error in ``transition`` leaves the pool as it was. Raises DataError like
     `read_pool`, and where a transition takes something away.
     """
-    with _locked(folder):
+    with locked(folder / ".lock"):
         base, head = _read_base(folder)
         before, head, size_bytes = _replayed(base, head, folder)
         after = transition(before)
@@ -180,18 +174,3 @@ def _read_base(folder: Path) -> tuple[Pool, str]:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path} is damaged; restore it from a copy") from error
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lets one process at a time change the pool."""
-    if fcntl is None or not folder.is_dir():
-        yield
-        return
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -6,7 +6,6 @@ and rebuilt. Files are readable by their owner only: pixels are patient data.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -20,11 +19,7 @@ import PIL
 
 from datasets.images import DECODER_VERSION, convert_pixels
 from datasets.records import DataError, Manifest
-
-try:
-    import fcntl
-except ImportError:  # not on Windows: processes then decode the same rows side by side, and the last rename wins
-    fcntl = None
+from federation.files import locked
 
 DIGEST_BYTES = 32
 
@@ -53,7 +48,7 @@ def load_pixels(
     path = Path(cache_dir) / f"{cache_key(manifest.images.checksum, rows, size=size, channels=channels)}.npy"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
+        with locked(path.with_suffix(".lock")):
             if not is_intact(path, shape):
                 _write(path, shape, (manifest.images.read(int(row)) for row in rows))
         return np.load(path, mmap_mode="r", allow_pickle=False)
@@ -123,18 +118,3 @@ def _write(path: Path, shape: tuple[int, ...], images: Iterator[np.ndarray]) -> 
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lets one process at a time decode; the others wait and find the file. Without locks each decodes, harmlessly."""
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -11,8 +11,32 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:  # the deployment's long-lived watchers write files too, and torch would be most of their memory
     import torch
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Lets one process at a time into the block; the others wait. ``path`` is the lock's own file, which stays.
+
+    Without locks (Windows, some network file systems, a folder that is not there) all go in side by side: what they
+    write must be whole anyway.
+    """
+    if fcntl is None or not path.parent.is_dir():
+        yield
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

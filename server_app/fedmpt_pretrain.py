@@ -33,7 +33,7 @@ from datasets.mosaics import EMPTY, mosaic
 from datasets.records import Manifest
 from datasets.sentences import DIGIT_WORDS, PLACES
 from federation import seeding
-from federation.files import save_tensors, write_atomic
+from federation.files import locked, save_tensors, write_atomic
 from federation.ranking import mean_average_precision
 from federation.settings import Settings
 from models.clip import CONFIG_FILE, WEIGHTS_FILE, Clip, build_towers, clip_sha256, load_clip, prepare_images
@@ -98,12 +98,15 @@ def pretrain(folder: Path, *, seed: int = 1, steps: int = STEPS, say: Callable[[
 
 
 def prepare(settings: Settings) -> None:
-    """Makes the demo's CLIP where a simulation asks for it and this machine has none yet."""
-    options = settings.options
-    folder = options.clip_folder(settings)
-    if options.clip_dir == DIGITS and not folder.exists():
-        print(f"training a small CLIP on public digits, once for this machine, into {folder}", flush=True)
-        pretrain(folder)
+    """Makes the demo's CLIP where a simulation asks for it and this machine has none yet; one process does."""
+    folder = settings.options.clip_folder(settings)
+    if settings.options.clip_dir != DIGITS or folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_suffix(".lock")):
+        if not folder.exists():
+            print(f"training a small CLIP on public digits, once for this machine, into {folder}", flush=True)
+            pretrain(folder)
 
 
 def _config() -> dict:

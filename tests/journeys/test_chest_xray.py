@@ -54,8 +54,8 @@ def test_the_sites_are_the_real_ones_and_covid_is_in_no_headline(outcome):
 
 
 def test_pooled_auroc_of_added_histograms_is_that_of_the_pooled_scores(outcome):
-    """Within 0.0005 at 4,096 bins. After so few rounds all scores lie in few bins: at the default of 1,024 one label was
-    0.0007 off on one kind of processor and none on another.
+    """Within 0.0005 at 4,096 bins. After so few rounds all scores lie in few bins: at the default of 1,024 one label
+    was 0.0007 off on one kind of processor and none on another.
     """
     run = json.loads((outcome.run_dir / "run.json").read_text())
     model = run["settings"]["model"]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 
 import numpy as np
 import pytest
 
 from datasets.catalogue import open_manifest
 from datasets.embedded import digits
+from federation.settings import Settings
 from models.clip import clip_sha256, load_clip
 from server_app import fedmpt_pretrain, simulate
 from server_app.fedmpt_pretrain import TEMPLATE, captions, main, pretrain
@@ -116,3 +119,21 @@ def test_a_folder_that_is_there_is_never_written_over(made, capsys):
 def test_it_reads_digits_clearly_better_than_chance(tmp_path):
     found = pretrain(tmp_path / "clip", say=lambda line: None)
     assert found.map > found.chance + 0.15
+
+
+def test_workers_that_start_together_make_the_demos_clip_once(tmp_path, monkeypatch):
+    made = []
+
+    def slow(folder):
+        made.append(folder)
+        time.sleep(0.3)
+        folder.mkdir()
+
+    monkeypatch.setattr(fedmpt_pretrain, "pretrain", slow)
+    settings = Settings.from_run_config({"method": "fedmpt", "data.cache_dir": str(tmp_path / "cache")})
+    workers = [threading.Thread(target=fedmpt_pretrain.prepare, args=(settings,)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(made) == 1
