@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,9 +10,11 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from models.selection_geometry import k_center, rank_one
+from models.selection_geometry import k_centers, nearest_distances, rank_one
 
 ANCHOR_MODES = ("same_class", "all")
+BATCH = 256
+"""Candidates that are compared with each other at a time, where classes have few."""
 
 
 class Samples(NamedTuple):
@@ -140,14 +142,21 @@ def picks_by_class(
     if anchor_mode == "all":
         is_anchor = torch.ones_like(is_anchor)
 
-    picks, start = [], 0
-    for label, (quota, positions) in enumerate(zip(quotas, candidates, strict=True)):
-        stop = start + len(positions)
-        if quota < len(positions):
-            own_anchors = anchors.rows(is_anchor[:, label])
-            positions = positions[k_center(points.rows(slice(start, stop)), quota, own_anchors)]
-        picks.append(positions)
-        start = stop
+    picks = list(candidates)
+    starts = np.cumsum([0, *map(len, candidates)])
+    pairs = enumerate(zip(candidates, quotas, strict=True))
+    for batch in _batches({label: len(found) for label, (found, quota) in pairs if len(found) > quota}):
+        sizes = [len(candidates[label]) for label in batch]
+        rows = torch.cat([torch.arange(starts[label], starts[label + 1]) for label in batch]).to(chosen.device)
+        in_batch = is_anchor[:, batch]
+        near = in_batch.any(dim=1)
+        of_candidate = torch.repeat_interleave(torch.arange(len(batch)), torch.tensor(sizes))
+        is_seen = in_batch[near][:, of_candidate] if len(batch) > 1 else None
+        group = points.rows(rows)
+        nearest = nearest_distances(group, anchors.rows(near), is_seen)
+        found = k_centers(group, sizes, [quotas[label] for label in batch], nearest)
+        for label, positions in zip(batch, found, strict=True):
+            picks[label] = chosen[rows[positions]]
     return picks
 
 
@@ -177,6 +186,18 @@ def require_finite(name: str, values: Tensor) -> None:
         return
     if wrong := int((~values.isfinite()).reshape(len(values), -1).any(dim=1).sum()):
         raise ValueError(f"{wrong} of {len(values)} {name} samples have values that are not finite; leave them out")
+
+
+def _batches(sizes: Mapping[int, int]) -> Iterator[list[int]]:
+    """The classes, in order, as many at a time as have at most `BATCH` candidates, or one alone that has more."""
+    batch: list[int] = []
+    for label, size in sizes.items():
+        if batch and sum(sizes[other] for other in batch) + size > BATCH:
+            yield batch
+            batch = []
+        batch.append(label)
+    if batch:
+        yield batch
 
 
 def _check(name: str, samples: Samples, num_classes: int, width: int) -> None:

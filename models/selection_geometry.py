@@ -7,6 +7,7 @@ that of their product. Plain vectors are the case of a left factor of ones (`pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,12 +61,18 @@ def squared_distances(points: RankOne, others: RankOne) -> Tensor:
     return distances.masked_fill_(distances <= SAME_POINT * lengths, 0.0)
 
 
-def nearest_distances(points: RankOne, others: RankOne) -> Tensor:
-    """Squared distance to the nearest of ``others``, ``(N,) float64``; inf where there are none."""
+def nearest_distances(points: RankOne, others: RankOne, is_seen: Tensor | None = None) -> Tensor:
+    """Squared distance to the nearest of ``others``, ``(N,) float64``; inf where there are none.
+
+    ``is_seen (M, N) bool``: which of them each point looks at (without it, at all).
+    """
     nearest = torch.full_like(points.squared_lengths, torch.inf)
     block = points.left.shape[1] + points.right.shape[1]  # the distances of a block take no more than the factors
     for first in range(0, len(others.left), block):
-        distances = squared_distances(points, others.rows(slice(first, first + block)))
+        rows = slice(first, first + block)
+        distances = squared_distances(points, others.rows(rows))
+        if is_seen is not None:
+            distances.masked_fill_(~is_seen[rows].T, torch.inf)
         nearest = torch.minimum(nearest, distances.amin(dim=1))
     return nearest
 
@@ -78,15 +85,30 @@ def k_center(points: RankOne, count: int, anchors: RankOne) -> Tensor:
     """
     if count >= len(points.left):
         return torch.arange(len(points.left), device=points.left.device)
-    nearest = nearest_distances(points, anchors)
-    picks = torch.empty(count, dtype=torch.int64, device=nearest.device)
-    for place in range(count):
+    return k_centers(points, [len(points.left)], [count], nearest_distances(points, anchors))[0]
+
+
+def k_centers(points: RankOne, sizes: Sequence[int], counts: Sequence[int], nearest: Tensor) -> list[Tensor]:
+    """`k_center` in G groups at once: G tensors ``(count,) int64`` of positions among all N points, in picking order.
+
+    ``sizes``: how many points each group has, which lie one group after the other; ``counts``: how many to pick, at
+    most the size; ``nearest (N,) float64``: squared distances to the anchors. Many small groups take as long as one.
+    """
+    steps, device = max(counts), nearest.device
+    group = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)).to(device)
+    ends = torch.tensor(sizes, device=device).cumsum(0)[:, None]
+    table = ends - torch.tensor(sizes, device=device)[:, None] + torch.arange(max(sizes), device=device)
+    is_free, table = table < ends, table.clamp(max=len(nearest) - 1)
+    picks = torch.empty(len(sizes), steps, dtype=torch.int64, device=device)
+    for place in range(steps):
         if place:
-            last = picks[place - 1 : place]
-            nearest = torch.minimum(nearest, squared_distances(points, points.rows(last))[:, 0])
+            last = picks[:, place - 1]
+            distances = squared_distances(points, points.rows(last)).gather(1, group[:, None])[:, 0]
+            nearest = torch.minimum(nearest, distances)
             nearest[last] = -torch.inf  # stays below every distance, so it is not picked again
-        picks[place] = nearest.argmax()
-    return picks
+        farthest = nearest[table].masked_fill_(~is_free, -torch.inf).argmax(dim=1, keepdim=True)
+        picks[:, place] = table.gather(1, farthest)[:, 0]
+    return [row[:count] for row, count in zip(picks, counts, strict=True)]
 
 
 def spread_seeds(points: RankOne, count: int, first: int, generator: torch.Generator) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models import fairfal_select
 from models.fairfal_select import Samples, class_quotas, picks_by_class, select
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "fairfal" / "case05_balanced_sampler.npz"
@@ -114,6 +115,15 @@ def test_factors_give_the_picks_of_dense_embeddings(seed, budget, kappa, labelle
     inputs = drawn(seed, labelled=labelled)
     found = select(**inputs, budget=budget, kappa=kappa, anchor_mode=anchor_mode).tolist()
     assert found == slow_select(inputs, budget, kappa, anchor_mode)
+
+
+@pytest.mark.parametrize("batch", [1, 5, 12, 256])
+@pytest.mark.parametrize("anchor_mode", ["same_class", "all"])
+def test_picks_do_not_depend_on_how_many_classes_go_together(batch, anchor_mode, monkeypatch):
+    inputs = drawn(1, pool=90, labelled=20, classes=11)
+    expected = slow_select(inputs, 30, 3, anchor_mode)
+    monkeypatch.setattr(fairfal_select, "BATCH", batch)
+    assert select(**inputs, budget=30, kappa=3, anchor_mode=anchor_mode).tolist() == expected
 
 
 # -- invariants -------------------------------------------------------------------------------------------------------
