@@ -27,6 +27,7 @@ from client_app.incongruent_memory import changes_to_send, keep_model, own_model
 from client_app.incongruent_objective import Around, objective
 from client_app.incongruent_samples import Samples, card_numbers, learnable, modalities, read_samples, trust_of
 from client_app.incongruent_teachers import align_to_teachers, public_embeddings
+from client_app.private_update import limited
 from client_app.site import Site
 from client_app.training import Fit, Job, Modules, Update, fit, on_meta, optimiser_for
 from datasets.records import IMAGE, REPORT, DataError
@@ -131,7 +132,7 @@ def train(site: Site, modules: Modules, job: Job) -> Update:
         _fit_imputation(network, samples, rows, job)
     if TEXT in trained and not job.settings.privacy.secure_sum:
         site.check_consent("text-module")
-    sent = changes_to_send(network, received, trained, site, job)
+    sent = _with_text_limits(changes_to_send(network, received, trained, site, job), site, job)
     keep_model(network, site, job)
     if options.sends_prototypes(kind):
         site.check_consent("text-prototypes")
@@ -235,6 +236,20 @@ def _optimiser(network: nn.Module, job: Job) -> torch.optim.Optimizer:
         {"params": [value for value in parameters if value.ndim <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=area.lr)
+
+
+def _with_text_limits(sent: dict[str, dict[str, Any]], site: Site, job: Job) -> dict[str, dict[str, Any]]:
+    """What is sent, the text encoder's change in it clipped and noised where the run wants that (spec 6.3).
+
+    Choice: what leaves is limited, after sampling and with what was gathered since the last upload, so no message is
+    longer than the clip. The residual gets neither what the clip cuts off nor the noise.
+    """
+    options = job.settings.options
+    if TEXT not in sent or not options.text_clip:
+        return sent
+    text = {name: torch.as_tensor(value) for name, value in sent[TEXT].items()}
+    sigma = options.text_clip * options.text_sigma
+    return {**sent, **limited({TEXT: text}, options.text_clip, sigma, site, job)}
 
 
 def _pairs(samples: Samples, rows: np.ndarray) -> Tensor:

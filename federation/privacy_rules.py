@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from federation.settings import Settings
+    from federation.settings import PrivacyArea, Settings
 
 TAIL_SIGMAS = 5
 """Noise beyond this many standard deviations may be cut by the secure sum's range: one value in two million."""
@@ -29,10 +29,17 @@ def contradictions(settings: Settings, strategy: type[Any]) -> list[str]:
             f"federation.weighting = {settings.federation.weighting!r} with {on}: a site's weight would be part of "
             "what is protected; use 'equal'"
         )
-    reach = TAIL_SIGMAS * area.dp_clip * area.dp_noise
-    if area.secure_sum and area.dp_at_sites and reach > area.secure_range:
-        found.append(
-            f"privacy.secure_range = {area.secure_range} cuts noise of standard deviation dp_clip * dp_noise = "
-            f"{area.dp_clip * area.dp_noise:g}; use privacy.secure_range = {reach:g} or more"
-        )
+    if area.dp_at_sites:
+        found += cut_noise(area, area.dp_clip * area.dp_noise, "dp_clip * dp_noise")
     return found
+
+
+def cut_noise(area: PrivacyArea, deviation: float, named: str) -> list[str]:
+    """A sentence where the secure sum's range cuts the sites' noise of this standard deviation; none where it fits."""
+    reach = TAIL_SIGMAS * deviation
+    if not area.secure_sum or reach <= area.secure_range:
+        return []
+    return [
+        f"privacy.secure_range = {area.secure_range} cuts noise of standard deviation {named} = {deviation:g}; use "
+        f"privacy.secure_range = {reach:g} or more"
+    ]

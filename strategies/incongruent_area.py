@@ -91,6 +91,8 @@ class IncongruentArea(MethodArea):
     text_every: int = Field(2, ge=1, description="rounds between two uploads of the text encoder (6.3)")
     text_skip: Literal["accumulate", "freeze"] = "accumulate"
     text_fraction: float = Field(1.0, gt=0, le=1, description="share of the text change that is sent")
+    text_clip: float = Field(0.0, ge=0, le=1e6, description="largest L2 norm of the text change that is sent; 0: any")
+    text_sigma: float = Field(0.0, ge=0, le=1000, description="Gaussian noise on it, as a multiple of text_clip")
     critical_labels: str = Field("", description="comma-separated; thresholds reach critical_recall on validation")
     critical_recall: float = Field(0.95, gt=0, le=1)
 

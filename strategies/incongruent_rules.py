@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from federation.privacy_rules import cut_noise
 from federation.settings import Settings
 from strategies.cards import SiteCard
 
@@ -37,6 +38,12 @@ def contradictions(settings: Settings) -> list[str]:
         )
     if options.pooled and settings.data.partition == "own":
         found.append("incongruent.pooled = true pools samples, which hospitals do not; it is for simulations")
+    if options.text_sigma and not options.text_clip:
+        found.append(
+            f"incongruent.text_sigma = {options.text_sigma} is a multiple of incongruent.text_clip, which is 0, so no "
+            "noise would be added; set text_clip too"
+        )
+    found += cut_noise(settings.privacy, options.text_clip * options.text_sigma, "text_clip * text_sigma")
     if getattr(settings.privacy, "secure_sum", False):
         if options.topk_ratio < 1 and options.topk_index == "magnitude":
             found.append(

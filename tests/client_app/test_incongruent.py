@@ -20,6 +20,7 @@ from client_app.site import open_site
 from client_app.training import Job
 from datasets.records import IMAGE, REPORT, DataError
 from federation import wire
+from federation.differential_privacy import update_norm
 from federation.settings import Settings
 from models.incongruent import MODULES, split_state
 from models.incongruent_exchange import CONTEXT, PROTOTYPES
@@ -268,6 +269,86 @@ def test_lost_residual_counts_as_nothing_and_the_log_says_so(at):
     incongruent.train(site, modules, job(5, 4))
     logger.removeHandler(handler_)
     assert lines == ["round=5 the kept residual-vision of round 4 is lost; going on without"]
+
+
+# -- limits on the text (spec 6.3) -------------------------------------------------------------------------------------
+
+
+def sent_by(at, profile="paired", rounds=((2, 0),), consents=None, **changes):
+    """What leaves in the last of these (round, last accepted round), by record and name, as tensors; and the site."""
+    site, modules, job = at(profile, consents=consents, **changes)
+    for one in rounds:
+        update = incongruent.train(site, modules, job(*one))
+    sent = {m: {name: torch.as_tensor(value) for name, value in state.items()} for m, state in update.modules.items()}
+    return sent, site
+
+
+def length_of_text(sent):
+    return update_norm({"text": sent["text"]})
+
+
+def assert_rest_same(one, other):
+    assert set(one) == set(other) and len(one) > 2
+    assert all(same(one[record], other[record]) for record in set(one) - {"text"})
+
+
+@pytest.mark.parametrize(
+    ("rounds", "changes"),
+    [
+        ([(2, 0)], {}),
+        ([(3, 0), (4, 3)], {}),  # gathered over two rounds
+        ([(2, 0), (3, 2)], {"text_every": 1, "text_fraction": 0.5}),  # with a residual
+    ],
+    ids=["one round", "two rounds", "residual"],
+)
+def test_no_text_change_leaves_longer_than_the_clip_and_no_other_bit_changes(at, rounds, changes):
+    free, _ = sent_by(at, rounds=rounds, **changes)
+    clip = 0.5 * length_of_text(free)
+    held, _ = sent_by(at, rounds=rounds, text_clip=clip, **changes)
+    assert 0.999 * clip < length_of_text(held) <= clip
+    for name, value in free["text"].items():
+        torch.testing.assert_close(held["text"][name], value / 2)
+    assert_rest_same(free, held)
+
+
+def test_text_change_within_the_clip_leaves_with_the_same_bits(at):
+    plain, _ = sent_by(at, "text")
+    for clip in (0.0, 2 * length_of_text(plain)):
+        other, _ = sent_by(at, "text", text_clip=clip)
+        assert same(plain["text"], other["text"])
+        assert_rest_same(plain, other)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_noise_on_the_text_is_sigma_times_the_clip_and_stays_out_of_the_rest(at, fraction):
+    """Standard deviation and mean of n values, each within 5 standard errors; what waits for later gets none."""
+    clip, sigma = 0.05, 2.0
+    quiet, site = sent_by(at, text_fraction=fraction, text_clip=clip)
+    waiting = site.load_state("residual-text", 2)
+    noisy, site = sent_by(at, text_fraction=fraction, text_clip=clip, text_sigma=sigma)
+    noise = torch.cat([(noisy["text"][name] - value).double().reshape(-1) for name, value in quiet["text"].items()])
+    assert float(noise.std()) == pytest.approx(clip * sigma, rel=5 / np.sqrt(2 * len(noise)))
+    assert abs(float(noise.mean())) < 5 * clip * sigma / np.sqrt(len(noise))
+    assert_rest_same(quiet, noisy)
+    assert (waiting is None) == (fraction == 1)
+    assert waiting is None or same(waiting, site.load_state("residual-text", 2))
+
+
+def test_noise_on_the_text_repeats_in_a_simulation_and_never_at_a_hospital(at):
+    limits = {"text_clip": 0.05, "text_sigma": 1.0}
+    first, again = (sent_by(at, "text", **limits)[0] for _ in range(2))
+    assert same(first["text"], again["text"])
+    consents = frozenset({"text-module", "text-prototypes"})
+    first, again = (sent_by(at, "text", consents=consents, **limits)[0] for _ in range(2))
+    assert not same(first["text"], again["text"])
+    assert_rest_same(first, again)
+
+
+def test_site_without_text_sends_none_and_all_else_as_without_limits(at):
+    plain, _ = sent_by(at, "image")
+    limited, _ = sent_by(at, "image", text_clip=0.05, text_sigma=1.0)
+    assert set(plain) == {"vision", "fusion", "head"}
+    assert_rest_same(plain, limited)
 
 
 # -- zero-filling, teachers, noise -------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ SWITCHES = {
     "zero_concat": {"fusion": "zero_concat", "cons_mode": "kl", "reweight": "none", "prox_mode": "output"},
     "scalar gate": {"gate": "scalar", "trust": False, "topk_dtype": "float16", "prox_mode": "off"},
     "shared seed": {"topk_index": "shared_seed", "text_fraction": 0.5, "proto_lambda": 0.0, "decay": "exp"},
+    "text limits": {"text_clip": 0.1, "text_sigma": 0.5, "text_fraction": 0.5},
     "fedprox": {"agg_mode": "fedavg_full", "fedprox_mu": 0.01, "agg_count": "client_samples", "fill": "all"},
     "zero_fill": {"agg_mode": "zero_fill", "align_lambda": 0.0, "cons_lambda": 0.0, "decay": "linear"},
     "balance": {"profile_balance": "equal", "clip": 0.0, "topk_ratio": 1.0, "proto_sigma": 0.1},
@@ -212,6 +213,23 @@ def test_site_that_lies_about_its_profile_is_refused_by_the_update_gate(root, tm
     assert "c-image" not in notes.kept["coverage"]["vision.projection.weight"]["sites"]
 
 
+MASKED = {"privacy__secure_sum": True, "topk_index": "shared_seed", "proto_lambda": 0.0}
+
+
+def test_masks_change_nothing_of_the_noised_text_but_its_fixed_point(tmp_path):
+    """Three sites with reports, so that a sum is made of the text; noise comes before the masks, whose seeds vary."""
+    data, ended = write(tmp_path / "d", wards(sizes=SIZES)), []
+    few = {"federation__min_sites": 3, "coverage": "warn"}  # the gate has two sites and stays frozen
+    for limits in ({"text_clip": 1e-9}, {"text_clip": 0.5, "text_sigma": 0.2}):
+        for masks in ({**MASKED, "privacy__secure_sum": False}, MASKED):
+            config = run_config(data, tmp_path, **QUICK, **few, **limits, **masks)
+            strategy, _, _ = federate(config)
+            ended.append(torch.cat([value.reshape(-1) for value in strategy.progress.modules["text"].values()]))
+    assert float((ended[0] - ended[1]).abs().max()) < 1e-4 and float((ended[2] - ended[3]).abs().max()) < 1e-4
+    noise = (ended[3] - ended[1]).double()
+    assert float(noise.std()) == pytest.approx(0.1 / np.sqrt(3), rel=0.1)  # a third of each site's, and 1/300 of clip
+
+
 CONTRADICTIONS = {
     "above incongruent.start": {"start": 0.1, "end": 0.2},
     "not divisible by the 4 heads": {"dim": 10},
@@ -220,6 +238,19 @@ CONTRADICTIONS = {
     "sends nothing": {"alone": True, "pooled": True},
     "no module to fill in": {"modality": "image", "agg_mode": "zero_fill"},
     "has no meaning here": {"federation__weighting": "equal"},
+    "set text_clip too": {"text_sigma": 1.0},
+    "cuts noise of standard deviation text_clip . text_sigma = 4; use privacy.secure_range = 20": {
+        "privacy__secure_range": 19.0,
+        "text_clip": 2.0,
+        "text_sigma": 2.0,
+        **MASKED,
+    },
+    "method = 'incongruent' with privacy.dp = 'local'": {
+        "privacy__dp": "local",
+        "topk_ratio": 1.0,
+        "text_clip": 1.0,
+        "text_sigma": 1.0,
+    },
 }
 
 
