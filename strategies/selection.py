@@ -16,11 +16,11 @@ def drawn_sites(cards: list[SiteCard], settings: Settings, server_round: int) ->
         return cards
     rng = seeding.numpy_generator(settings.seed, "select_sites", server_round)
     if fed.stratify:
-        return stratified(cards, fed.sites_per_round, rng)
+        return evenly_over_modalities(cards, fed.sites_per_round, rng)
     return [cards[index] for index in sorted(rng.choice(len(cards), fed.sites_per_round, replace=False))]
 
 
-def stratified(cards: list[SiteCard], count: int, rng: np.random.Generator) -> list[SiteCard]:
+def evenly_over_modalities(cards: list[SiteCard], count: int, rng: np.random.Generator) -> list[SiteCard]:
     """``count`` sites drawn as evenly over the modality profiles as these allow, sorted by site name.
 
     Each profile gets the same number; what a small profile cannot give is dealt round robin to the others.

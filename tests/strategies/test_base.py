@@ -19,7 +19,7 @@ from strategies.cards import CardError, SiteCard, SiteTable
 from strategies.fedavg import FedAvg
 from strategies.initial import state_norm
 from strategies.progress import Progress
-from strategies.selection import stratified
+from strategies.selection import evenly_over_modalities
 
 IMAGES, BOTH = ("image",), ("image", "report")
 
@@ -84,7 +84,7 @@ def test_stratified_selection_takes_every_profile_evenly():
 
 def test_what_a_small_profile_cannot_give_comes_from_the_others():
     cards = [card(f"i{index}") for index in range(5)] + [card("b0", BOTH)]
-    names = [found.site for found in stratified(cards, 5, np.random.default_rng(0))]
+    names = [found.site for found in evenly_over_modalities(cards, 5, np.random.default_rng(0))]
     assert "b0" in names and len(set(names)) == 5
 
 
