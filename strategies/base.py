@@ -283,7 +283,7 @@ class FederatedStrategy(SecureTraining, PrivateTraining, MethodHooks, Strategy):
         log(
             INFO,
             "\t├── weighting: %s; quorum: %s sites; time limit of a reply: %g s",
-            fed.weighting,
+            self.weighting,
             self.quorum(),
             fed.timeout_s,
         )

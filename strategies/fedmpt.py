@@ -83,8 +83,9 @@ class FedMPT(FederatedStrategy):
             for module, arrays in reply.modules.items()
         }
 
-    def weigh(self, reply: Reply, module: str) -> float:
-        return 1.0 if self.options.aggregate == "uniform" else super().weigh(reply, module)
+    @property
+    def weighting(self) -> str:
+        return "equal" if self.options.aggregate == "uniform" else super().weighting
 
     def figures(self, pools: Mapping[str, PooledScores]) -> dict[str, float | None]:
         return ranking_figures(pools[""], self._split, self.progress.best_thresholds)

@@ -20,7 +20,6 @@ from models.fednca import LOSS_NUMBERS, NETWORK_OPTIONS, FedNCANetwork, backbone
 from models.fednca_collapse import COLLAPSE_NUMBERS
 from models.fednca_export import export_network
 from strategies.base import MODEL, FederatedStrategy
-from strategies.gate import Reply
 
 MAX_SGD_STEP = 0.03
 """Largest lr / (1 - momentum) of SGD. Choice: measured on the digits with momentum 0.9, where a rate of 0.01 diverges
@@ -77,8 +76,9 @@ class FedNCA(FederatedStrategy):
             **self.options.model_dump(include=set(NETWORK_OPTIONS)),
         )
 
-    def weigh(self, reply: Reply, module: str) -> float:
-        return 1.0 if self.options.aggregation == "equal" else super().weigh(reply, module)
+    @property
+    def weighting(self) -> str:
+        return "equal" if self.options.aggregation == "equal" else super().weighting
 
     def inference_program(self) -> bytes | None:
         """Per-label probabilities and attention maps from one file; None for the ablations, which have no attention."""

@@ -51,7 +51,7 @@ class MethodHooks:
     secure_summable = True
     """Whether the mean of the sites' updates is all that the server needs, so that `privacy.secure_sum` can be used.
 
-    A class with a `weigh` or `received` of its own has to say so itself: its site half then has
+    A class with a `weigh`, `weighting` or `received` of its own has to say so itself: its site half then has
     ``weights(update, job)`` with the same weights as whole numbers, and what it sends is what is averaged.
     """
     sends_changes = True
@@ -70,7 +70,7 @@ class MethodHooks:
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        if {"weigh", "received"} & set(vars(cls)) and "secure_summable" not in vars(cls):
+        if {"weigh", "weighting", "received"} & set(vars(cls)) and "secure_summable" not in vars(cls):
             cls.secure_summable = False
         if "received" in vars(cls) and "sends_changes" not in vars(cls):
             cls.sends_changes = False
@@ -118,9 +118,17 @@ class MethodHooks:
         """The sites that train in a round; see `selection.drawn_sites`."""
         return drawn_sites(list(self.table.trainable), self.settings, server_round)
 
+    @property
+    def weighting(self) -> str:
+        """What a site weighs by, for the log; the default `weigh` reads it: ``equal`` or ``num_examples``."""
+        return self.settings.federation.weighting
+
     def weigh(self, reply: Reply, module: str) -> float:
-        """Weight of a reply in a module's mean: its examples, cut at the ceiling of ``max_site_share``, or 1."""
-        if self.settings.federation.weighting == "equal":
+        """Weight of a reply in a module's mean: its examples, cut at the ceiling of ``max_site_share``, or 1.
+
+        A class that weighs by something else says by what in `weighting`.
+        """
+        if self.weighting == "equal":
             return 1.0
         return min(float(reply.num_examples), self.weight_ceiling)
 

@@ -250,6 +250,11 @@ class Incongruent(FederatedStrategy):
         if not 0 <= extra["trust"] <= 1:
             raise wire.WireError(f"its trust in its labels is {extra['trust']}, expected 0 to 1")
 
+    @property
+    def weighting(self) -> str:
+        count = "num_examples" if self.options.is_full else f"{self.options.agg_count} of each module"
+        return f"{count} times trust in the labels"
+
     def weigh(self, reply: Reply, module: str) -> float:
         """Samples behind this module at the site, times the trust in its labels (spec 5.4); 0 leaves it out."""
         options, extra = self.options, reply.numbers[wire.EXTRA]

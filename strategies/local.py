@@ -19,6 +19,10 @@ class Local(FederatedStrategy):
     selects_model = False
     secure_summable = False
 
+    @property
+    def weighting(self) -> str:
+        return "none, nothing is averaged"
+
     def trained_modules(self, card: SiteCard, server_round: int) -> tuple[str, ...]:
         return ()
 

@@ -10,7 +10,7 @@ import torch
 from flwr.app import Message
 
 from client_app.site import site_names
-from federation import wire
+from federation import registry, wire
 from federation.settings import Settings
 from server_app.inprocess import InProcessGrid
 from strategies.aggregation import capped_weights
@@ -101,6 +101,32 @@ class Counted:
 def test_weight_is_the_number_of_examples_or_one():
     assert strategy_of(TEN).weigh(Counted(37), "model") == 37.0
     assert strategy_of(TEN, federation__weighting="equal").weigh(Counted(37), "model") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "num_examples"),
+        ({"federation.weighting": "equal"}, "equal"),
+        ({"method": "fairfal", "fairfal.rounds_per_cycle": 10}, "num_examples"),
+        ({"method": "fednca", "training.lr": 0.001}, "equal"),
+        ({"method": "fednca", "training.lr": 0.001, "fednca.aggregation": "num_examples"}, "num_examples"),
+        ({"method": "fedmpt"}, "equal"),
+        ({"method": "fedmpt", "fedmpt.aggregate": "num_examples"}, "num_examples"),
+        ({"method": "local"}, "none, nothing is averaged"),
+        ({"method": "incongruent"}, "module_samples of each module times trust in the labels"),
+        ({"method": "incongruent", "incongruent.agg_mode": "fedavg_full"}, "num_examples times trust in the labels"),
+    ],
+    ids=str,
+)
+def test_the_log_says_by_what_the_sites_weigh(changes, said, caplog):
+    settings = Settings.from_run_config(changes)
+    strategy = registry.find(settings.method).strategy(settings)
+    with caplog.at_level("INFO", logger="flwr"):
+        strategy.summary()
+    assert f"weighting: {said}; quorum" in caplog.text
+    if said in ("equal", "num_examples"):
+        assert strategy.weigh(Counted(37), "model") == {"equal": 1.0, "num_examples": 37.0}[said]
 
 
 def weights_of(outcome):
