@@ -17,7 +17,6 @@ from datetime import datetime
 from logging import Logger
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ from client_app.site import (
 )
 from client_app.training import Diverged, Job, Withheld
 from datasets.records import IMAGE, REPORT, DataError, SiteData
-from datasets.site import class_counts
+from datasets.site import class_counts, hidden_labels, is_small
 from federation import registry, wire
 from federation.limits import LimitError, Limits, MethodRefused, OutOfHours, UploadTooLarge, parse_limits
 from federation.secure_roster import ACTIONS
@@ -116,19 +115,22 @@ def _respond(message: Message, settings: Settings, site: Site, limits: Limits) -
 
 
 def profile(site: Site, settings: Settings, half: ModuleType) -> RecordDict:
-    """The site card: names, label list, hashes, counts. Counts below ``privacy.min_cell``, or the half's
-    own ``smallest_count(settings)``, are -1.
+    """The site card: names, label list, hashes, counts.
+
+    Both counts of a label are -1 where one is below ``privacy.min_cell`` (`hidden_labels`), or its positives below the
+    half's own ``smallest_count(settings)``; so are negatives below that.
     """
     data = site.data
     train = data.splits["train"]
     rows = half.learnable(train, settings) if hasattr(half, "learnable") else training.usable(train)
     counts = class_counts(train.targets[rows])
 
-    hides_all = getattr(half, "HIDES_CLASS_COUNTS", False)
-    smallest = max(settings.privacy.min_cell, half.smallest_count(settings) if hasattr(half, "smallest_count") else 0)
+    smallest = half.smallest_count(settings) if hasattr(half, "smallest_count") else 0
+    hidden = hidden_labels(counts, settings.privacy.min_cell, data.task) | is_small(counts.positives, smallest)
+    hidden |= getattr(half, "HIDES_CLASS_COUNTS", False)
 
-    def visible(values: Any) -> list[int]:
-        return [-1 if hides_all or 0 < value < smallest else int(value) for value in values]
+    def visible(values: np.ndarray) -> list[int]:
+        return np.where(hidden | is_small(values, smallest), -1, values).tolist()
 
     card = {
         "site": data.name,

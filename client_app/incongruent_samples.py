@@ -17,6 +17,7 @@ from torch import Tensor
 from client_app.site import Site
 from client_app.training import load_batch
 from datasets.records import IMAGE, REPORT, SiteData, Split
+from datasets.site import class_counts, hidden_labels, is_small
 from datasets.transforms import Normalisation, to_input
 from federation.settings import Settings
 from models.incongruent_asymmetric import SOURCE_SMOOTHING, SOURCE_TRUST, SOURCES
@@ -143,13 +144,17 @@ def smoothing_of(sources: Tensor, options) -> tuple[Tensor, Tensor]:
 
 
 def card_numbers(site: Site, settings: Settings) -> Mapping[str, int | list[int]]:
-    """What the card says of modalities: counts by modality and positives of every two labels, small cells hidden."""
+    """What the card says of modalities: counts by modality and positives of every two labels, small cells hidden.
+
+    Of a label that the card tells no count of, no pair is told either: its pair with itself is its positives.
+    """
     split, options = site.data.splits["train"], settings.options
     rows = learnable(split, settings)
     present, positive = modality_mask(split, options)[rows], (split.targets[rows] == 1).astype(np.int64)
     pairs = positive.T @ positive
     least = settings.privacy.min_cell
-    shown = np.where((pairs > 0) & (pairs < least), -1, pairs)
+    hidden = hidden_labels(class_counts(split.targets[rows]), least, site.data.task)
+    shown = np.where(is_small(pairs, least) | hidden[:, None] | hidden, -1, pairs)
     reads = bool(present[:, REPORT].any())
     sha256 = tokenizer(options.text_dir, options.vocab_size).sha256 if reads else "0"
     return {

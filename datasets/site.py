@@ -46,6 +46,25 @@ def class_counts(targets: np.ndarray) -> ClassCounts:
     return ClassCounts(*((targets == value).sum(axis=0, dtype=np.int64) for value in (PRESENT, ABSENT, UNKNOWN)))
 
 
+def is_small(counts: np.ndarray, least: int) -> np.ndarray:
+    """Which counts are from 1 to ``least - 1``."""
+    return (counts > 0) & (counts < least)
+
+
+def hidden_labels(counts: ClassCounts, min_cell: int, task: str) -> np.ndarray:
+    """Labels of which a site tells no count, ``(C,) bool``: 1 to ``min_cell - 1`` samples have it, or have it not.
+
+    Neither count of such a label may be told, since one of them and the number of samples give the other. Where every
+    sample has one label, the counts of all other labels give it too, so that the rarest of these, and what is as rare,
+    is hidden with it.
+    """
+    hidden = is_small(counts.positives, min_cell) | is_small(counts.negatives, min_cell)
+    if task == "multiclass" and hidden.any() and not hidden.all():
+        told = counts.positives[~hidden]
+        hidden |= counts.positives == min(told[told > 0], default=0)
+    return hidden
+
+
 def sample_ids(manifest: Manifest) -> tuple[str, ...]:
     """One row key a sample, in the manifest's order: its image's path, or ``row N`` (from 0) where it has none."""
     paths = manifest.table["image"] if "image" in manifest.table.columns else [""] * len(manifest)

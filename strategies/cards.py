@@ -97,7 +97,7 @@ class SiteTable:
         return tuple(card for card in self.cards if card.num_train > 0)
 
     def sites_with_positives(self, label: int) -> int:
-        """At how many sites a label has training positives (a suppressed count is a positive one)."""
+        """At how many sites a label has training positives (a suppressed count is taken for one)."""
         return sum(card.positives[label] != 0 for card in self.cards)
 
 

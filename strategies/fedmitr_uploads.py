@@ -78,8 +78,13 @@ class Job:
 
     @property
     def negatives(self) -> Tensor:
-        """Samples that are known not to have a label, by site and label ``(K, C) int64``."""
-        return torch.tensor([upload.negatives for upload in self.uploads]).clamp(min=0)
+        """Samples that are known not to have a label, by site and label ``(K, C) int64``; suppressed ones are 0.
+
+        Where the positives are suppressed too it is 1: such a label is known at the site, and absent in its targets.
+        """
+        told = torch.tensor([upload.negatives for upload in self.uploads])
+        positives = torch.tensor([upload.positives for upload in self.uploads])
+        return torch.where((told < 0) & (positives < 0), 1, told.clamp(min=0))
 
     @property
     def options(self) -> Any:

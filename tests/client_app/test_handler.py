@@ -7,6 +7,7 @@ import logging
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -15,6 +16,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 import client_app.app
 import client_app.fedavg
+import client_app.incongruent
 from client_app import handler
 from client_app.egress import EgressError, verify
 from client_app.site import IdleNode
@@ -27,6 +29,7 @@ from federation.wire import WireError
 PATIENT = "PATIENT-Jane-Doe"
 PLACE = "/mnt/pacs/1953-04-01/scan.dcm"
 SECRET = f"cannot read {PLACE} of {PATIENT}"
+INCONGRUENT = {"method": "incongruent"}
 
 
 @pytest.fixture
@@ -241,7 +244,21 @@ def test_a_small_count_on_the_card_is_suppressed_where_asked(ask):
     shown = ask(wire.PROFILE)[0].content["metrics"]
     assert list(shown["positives"]) == [4, 4] and list(shown["negatives"]) == [5, 5]
     hidden = ask(wire.PROFILE, run_config={"privacy.min_cell": 5})[0].content["metrics"]
-    assert list(hidden["positives"]) == [-1, -1] and list(hidden["negatives"]) == [5, 5]
+    assert list(hidden["positives"]) == list(hidden["negatives"]) == [-1, -1]
+
+
+@pytest.mark.parametrize(("half", "names"), [(client_app.fedavg, {}), (client_app.incongruent, INCONGRUENT)])
+def test_no_field_of_the_card_tells_a_suppressed_count(opened, half, names):
+    """Every number of cats from none to all nine: a card that suppresses it is the same for several of them."""
+    site, job = opened(privacy__min_cell=4, **names)
+    targets, cards = site.data.splits["train"].targets, {}
+    for positives in range(10):
+        targets[:, 0] = np.arange(9) < positives
+        content = handler.profile(site, job.settings, half)
+        said = {name: dict(content[name]) for name in (wire.METRICS, wire.EXTRA) if name in content}
+        assert (said[wire.METRICS]["positives"][0] == -1) is (positives in (1, 2, 3, 6, 7, 8))
+        cards.setdefault(json.dumps(said, sort_keys=True), []).append(positives)
+    assert sorted(cards.values()) == [[0], [1, 2, 3, 6, 7, 8], [4], [5], [9]]
 
 
 def test_the_last_fence_turns_any_failure_into_a_code(ask, monkeypatch):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,15 @@ from PIL import Image
 from datasets.embedded import digits
 from datasets.manifest import read_manifest
 from datasets.records import SPLITS, DataError, Manifest
-from datasets.site import class_counts, label_sources, load_site, present_modalities
+from datasets.site import (
+    ClassCounts,
+    class_counts,
+    hidden_labels,
+    is_small,
+    label_sources,
+    load_site,
+    present_modalities,
+)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +98,38 @@ def test_class_counts_add_up_and_know_empty_unknown_and_absent_classes():
     assert (positives.tolist(), negatives.tolist(), unknown.tolist()) == ([2, 0, 0], [1, 3, 0], [0, 0, 3])
     assert [part.tolist() for part in class_counts(targets[:0])] == [[0, 0, 0]] * 3
     assert positives.dtype == np.int64
+
+
+@pytest.mark.parametrize("min_cell", [3, 4, 5])
+@pytest.mark.parametrize("classes", [2, 3, 4])
+def test_no_count_that_is_hidden_follows_from_those_that_are_told(classes, min_cell):
+    """Every way to deal up to 9 samples of one label each: what is told fits two values of any small count at least."""
+    fits = {}
+    for size in range(1, 10):
+        for first in itertools.product(range(size + 1), repeat=classes - 1):
+            if (last := size - sum(first)) < 0:
+                continue
+            positives = np.array([*first, last])
+            hidden = hidden_labels(ClassCounts(positives, size - positives, 0 * positives), min_cell, "multiclass")
+            assert (hidden | ~is_small(positives, min_cell)).all()
+            told = size, *np.where(hidden, -1, positives).tolist()
+            fits.setdefault(told, []).append(positives)
+    for told, found in fits.items():
+        for label, value in enumerate(told[1:]):
+            assert value >= 0 or len({int(positives[label]) for positives in found}) > 1, (told, label)
+
+
+def test_counts_are_hidden_in_pairs_and_one_more_where_they_add_up():
+    def hidden(positives, task, min_cell=5):
+        positives = np.array(positives)
+        return hidden_labels(ClassCounts(positives, 100 - positives, 0 * positives), min_cell, task).tolist()
+
+    assert hidden([3, 40, 57], "multilabel") == [True, False, False]
+    assert hidden([97, 0, 100], "multilabel") == [True, False, False], "few have it not"
+    assert hidden([3, 40, 57], "multiclass") == [True, True, False]
+    assert hidden([3, 0, 97], "multiclass") == [True, True, True], "of 97 few are left"
+    assert hidden([40, 60, 0], "multiclass") == [False, False, False]
+    assert hidden([1, 2, 97], "multilabel", 0) == hidden([1, 2, 97], "multiclass", 1) == [False, False, False]
 
 
 def test_the_checksum_of_data_without_reports_is_rows_and_targets_as_it_always_was(manifest, tmp_path):

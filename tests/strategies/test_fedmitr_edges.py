@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import stat
@@ -13,6 +14,7 @@ from federation import seeding
 from federation.files import load_tensors, save_tensors
 from models.inversion import advance, start
 from strategies import fedmitr_generate, fedmitr_progress
+from strategies.fedmitr_generate import targets_of
 from strategies.fedmitr_job import JobError, complete, ensemble_predict, rows, run_job
 from strategies.fedmitr_uploads import begin, read_job, spool, spooled, upload_path
 from tests.strategies.fedmitr_wards import HOLDS, LABELS, job, pictures, pool_of, settings, sha256, trained
@@ -134,6 +136,21 @@ def test_multi_label_sites_are_inverted_by_label_vectors(tmp_path):
         run_job(tmp_path, rows()["dense"], name="dense")
     with pytest.raises(JobError, match="label_count"):
         run_job(tmp_path, {"fedmitr.ensemble_weight": "label_count"}, name="by_label")
+
+
+def test_a_label_of_suppressed_counts_is_known_and_absent_in_its_sites_targets(tmp_path):
+    initial, done = trained()
+    for site in ("east", "north"):
+        change, its_card = done[site]
+        hidden = {
+            name: tuple(-1 if label == 3 else count for label, count in enumerate(getattr(its_card, name)))
+            for name in ("positives", "negatives")
+        }
+        spool(tmp_path, dataclasses.replace(its_card, **hidden), change, its_card.num_train)
+    made = begin(tmp_path, settings(), LABELS, "multilabel", initial)
+    assert made.counts[:, 3].tolist() == [0, 0] and made.negatives[:, 3].tolist() == [1, 1]
+    labels = targets_of(made, made.options.inversion("half", 1)).labels
+    assert set(labels[:, 3].tolist()) == {0} and labels[:, 4].sum() > 0
 
 
 # -- what is left behind ----------------------------------------------------------------------------------------------
