@@ -28,7 +28,8 @@ from deploy.services import Group, Service, run
 from deploy.tunnel import Tunnel, dialling_context, listening_context
 
 TURNED_AWAY = (
-    "if it does so again, the server does not know this kit's key or certificate (any more): tell the operator"
+    "if it does so again, the server does not know this kit's key or certificate (any more), or this machine's clock "
+    "is five minutes off: python -m deploy.doctor says which; tell the operator"
 )
 INSECURE = "INSECURE (not encrypted, nobody authenticated) | "
 DATABASE = "superlink.db"
@@ -106,7 +107,7 @@ def check_ports(kit: Kit, ports: Sequence[str]) -> None:
 
 
 def check_state(kit: Kit) -> None:
-    """That the state folder can be written to. Raises KitError."""
+    """That the state folder can be written to: the last check, since it makes the folder. Raises KitError."""
     try:
         kit.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         (kit.state_dir / ".writable").touch()
@@ -138,17 +139,17 @@ def check_insecure(kit: Kit) -> None:
 def site_group(kit: Kit, insecure: bool) -> Group:
     """A hospital's services, after every check. Raises KitError and FlowerMissing."""
     check_kit(kit, "site")
-    check_state(kit)
     check_ports(kit, ["runtime", "tunnel"] if has_tunnel(kit) else ["runtime"])
     check_data(kit)
+    check_state(kit)
     return Group(site_services(kit, insecure=insecure), kit.state_dir / "services.json")
 
 
 def server_group(kit: Kit, insecure: bool) -> Group:
     """The server's services, after every check. Raises KitError and FlowerMissing."""
     check_kit(kit, "server")
-    check_state(kit)
     check_ports(kit, ["superlink"])
+    check_state(kit)
     (kit.state_dir / "proxy").mkdir(exist_ok=True, mode=0o700)  # the proxy's container mounts it
     return Group(server_services(kit, insecure=insecure), kit.state_dir / "services.json")
 
@@ -158,9 +159,10 @@ def proxy_group(kit: Kit, insecure: bool) -> Group:
     if insecure:
         raise KitError("there is no proxy without encryption; leave --insecure out")
     check_kit(kit, "server")
-    check_state(kit)
     check_ports(kit, ["proxy"])
-    return Group(proxy_services(kit), kit.state_dir / "proxy.json")
+    services = proxy_services(kit)
+    check_state(kit)
+    return Group(services, kit.state_dir / "proxy.json")
 
 
 async def open_tunnel(kit: Kit, group: Group) -> asyncio.Server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import os
 import signal
@@ -11,10 +12,14 @@ import ssl
 import sys
 import time
 
+import pytest
+
 from deploy import services, start, start_data
 from deploy.kit import read_kit
 from deploy.services import Group, Service
 from deploy.tunnel import Tunnel, dialling_context, listening_context
+
+MISSING_COLUMNS = {"image": "fill the column 'image'", "label:dog": "missing dog; add a blank column"}
 
 
 def after(command, option):
@@ -73,14 +78,20 @@ def test_insecure_has_no_keys_and_is_said_in_every_line(kits, provisioned, plan,
 
 
 def refused(capsys, what, kit, *options):
-    """The one sentence of a start that is refused; the state folder stays as it was."""
-    before = sorted(kit.state_dir.rglob("*")) if kit.state_dir.exists() else []
+    """The one sentence of a start that is refused; kit, data and state folder stay as they were."""
+    everything = kit.folder.parents[2]
+    before = on_disk(everything)
     assert start.main([what, str(kit.folder), *options]) == 1
-    assert (sorted(kit.state_dir.rglob("*")) if kit.state_dir.exists() else []) == before
+    assert on_disk(everything) == before
     said = capsys.readouterr()
     assert said.out == ""
     (line,) = said.err.splitlines()
     return line
+
+
+def on_disk(folder):
+    """Path below a folder -> when it was last written."""
+    return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 def test_a_server_that_is_started_from_a_hospitals_kit_is_refused(kits, capsys):
@@ -90,7 +101,6 @@ def test_a_server_that_is_started_from_a_hospitals_kit_is_refused(kits, capsys):
 
 
 def test_a_port_that_somebody_has_is_named(kits, plan, provisioned, capsys):
-    kits.server.state_dir.mkdir(parents=True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = plan["server"]["superlink_port"] = taken.getsockname()[1]
         provisioned("renew", "server")
@@ -98,6 +108,35 @@ def test_a_port_that_somebody_has_is_named(kits, plan, provisioned, capsys):
     assert said.startswith(
         f"start: port {port} for the superlink cannot be opened (Address already in use); stop what listens there"
     )
+
+
+@pytest.mark.parametrize("what", ["runtime", "tunnel"])
+def test_a_port_that_somebody_has_at_a_hospital_is_named(kits, plan, provisioned, capsys, what):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = plan["sites"][0][f"{what}_port"] = taken.getsockname()[1]
+        provisioned("renew", "north")
+        said = refused(capsys, "site", read_kit(kits.north.folder))
+    assert said.startswith(f"start: port {port} for the {what} cannot be opened (Address already in use); stop what")
+
+
+def test_the_kit_of_another_hospital_is_refused(kits, tmp_path, write_hospital, ward, capsys):
+    write_hospital(tmp_path / "data" / "north", ward("elsewhere"))
+    assert refused(capsys, "site", kits.north).startswith("start: the kit is for 'north', but every row that names a")
+
+
+@pytest.mark.parametrize(("column", "sentence"), MISSING_COLUMNS.items())
+def test_a_manifest_with_a_missing_column_is_refused(kits, tmp_path, capsys, column, sentence):
+    drop_column(tmp_path / "data" / "north" / "manifest.csv", column)
+    assert sentence in refused(capsys, "site", kits.north)
+
+
+def drop_column(path, column):
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [name for name in rows[0] if name != column], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def test_a_kit_of_an_older_or_newer_version_is_refused(kits, capsys, monkeypatch):
