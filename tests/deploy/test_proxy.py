@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
+import json
 import shutil
 import socket
 import ssl
+import threading
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from flwr.common.constant import TIMESTAMP_HEADER
+from flwr.proto.fleet_pb2 import PullMessagesRequest
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.constant import FLEET_HTTP_SIGNATURE_HEADER
+from flwr.supercore.primitives.asymmetric import sign_message
 
 from deploy import provision_pki as pki
 from deploy.provision_kit import Member
@@ -23,6 +33,7 @@ pytestmark = [
 ]
 
 PROTOBUF = "application/protobuf"
+PULL = "/v1/fleet/pull-messages"
 BLOCKED = (
     "/v1/control/list-runs",
     "/v1/control/start-run",
@@ -73,6 +84,21 @@ def ask(server, tls, path="/health", *, method="GET", body=None, headers=(), por
 def key_header(server, site):
     public = (server.kit("server") / "authorised" / f"{site}.pub").read_text()
     return {"flwr-public-key": Member(site, "", public).header}
+
+
+def signed(server, site, at=None):
+    """A poll for messages as the SuperNode of a site sends it at some time: the arguments for `ask`."""
+    key = serialization.load_ssh_private_key((server.kit(site) / "node.key").read_bytes(), None)
+    node = json.loads((server.state("server") / "registered.json").read_text())[site]["node_id"]
+    said = (at or datetime.now(UTC)).isoformat()
+    headers = key_header(server, site) | {
+        TIMESTAMP_HEADER: said,
+        FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(sign_message(key, said.encode())).decode(),
+        "content-type": PROTOBUF,
+        "accept": PROTOBUF,
+    }
+    body = PullMessagesRequest(node=Node(node_id=int(node))).SerializeToString()
+    return {"path": PULL, "method": "POST", "body": body, "headers": headers}
 
 
 def reached_superlink(server, path):
@@ -160,6 +186,77 @@ def test_one_member_cannot_take_all_connections(server):
     assert answers[:32] == [b""] * 32 and answers[32] == b"HTTP/1.1 503"
 
 
+def test_a_member_that_floods_is_refused_and_another_one_is_served_meanwhile(server):
+    """North asks as fast as it can over sixteen connections; once its burst is spent, the door says 503 to it alone.
+
+    It asks for what is not there, which the door answers itself: then the SuperLink's speed does not matter here.
+    """
+    statuses, refused, stop = Counter(), threading.Event(), threading.Event()
+
+    def flood():
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", server.ports["server"], context=context(server, "north"), timeout=60
+        )
+        while not stop.is_set():
+            connection.request("GET", "/docs")
+            answer = connection.getresponse()
+            answer.read()
+            statuses[answer.status] += 1
+            if answer.status == 503:
+                refused.set()
+        connection.close()
+
+    threads = [threading.Thread(target=flood) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert refused.wait(120), f"never refused: {statuses}"
+        served = [ask(server, context(server, "south"), **signed(server, "south")) for _ in range(20)]
+        polls = {ask(server, context(server, "north"), **signed(server, "north")) for _ in range(5)}
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert served == [200] * 20 and 503 in polls
+    assert set(statuses) == {404, 503} and statuses[404] >= 3000
+    folder = server.state("server") / "proxy"
+    assert "limiting requests" in (folder / "error.log").read_text()
+    refused_to = {
+        line.split('"')[1] for line in (folder / "access.log").read_text().splitlines() if f"{PULL} 503" in line
+    }
+    assert refused_to == {"CN=north,O=rehearsal"}
+    server.until(lambda: ask(server, context(server, "north")) == 200, "north is served again")
+
+
+# -- recorded requests, wrong clocks ----------------------------------------------------------------------------------
+
+
+def test_a_recorded_request_is_of_no_use_without_its_members_certificate(server):
+    """Flower signs the time alone and takes the same request again for five minutes: the door is what stops a thief."""
+    record = signed(server, "north")
+    assert ask(server, context(server, "north"), **record) == 200
+    assert ask(server, context(server, "north"), **record) == 200
+    assert ask(server, context(server, "south"), **record) == 401
+    assert ask(server, context(server), **record) == 400
+    lines = (server.state("server") / "proxy/access.log").read_text().splitlines()
+    assert any(f'"CN=south,O=rehearsal" POST {PULL} 401' in line for line in lines)
+    assert any(f'"-" POST {PULL} 400' in line for line in lines)
+
+
+@pytest.mark.parametrize("minutes", [-10, 10])
+def test_a_request_that_was_signed_ten_minutes_off_is_refused(server, minutes):
+    """An old record, or a hospital whose clock is wrong: the SuperLink says no, and says so in its log."""
+    before = len(server.log("server").read_text())
+    record = signed(server, "north", datetime.now(UTC) + timedelta(minutes=minutes))
+    assert ask(server, context(server, "north"), **record) == 401
+    server.until(lambda: refused_by_superlink(server, PULL, before), "it is logged")
+
+
+def refused_by_superlink(server, path, since):
+    lines = server.log("server").read_text()[since:].splitlines()
+    return any(f"POST {path}" in line and " 401" in line for line in lines)
+
+
 def test_only_loopback_reaches_the_superlink_and_tasks_need_the_secret(server):
     """The operator's commands go there directly; whoever is on the machine without the secret gets no task."""
     tls, port = context(server), server.ports["superlink"]
@@ -180,7 +277,8 @@ def test_every_request_is_one_line_with_the_members_name(server):
 
 
 def test_a_revoked_member_is_out_when_the_proxy_has_the_new_list(server):
-    assert ask(server, context(server, "south")) == 200
+    record, port = signed(server, "south"), server.ports["superlink"]
+    assert ask(server, context(server, "south")) == ask(server, context(server), **record, port=port) == 200
     files = [server.folder / "south.crt", server.folder / "south.key"]
     for path in files:
         path.write_bytes((server.kit("south") / "certificates" / path.name.replace("south", "client")).read_bytes())
@@ -190,6 +288,10 @@ def test_a_revoked_member_is_out_when_the_proxy_has_the_new_list(server):
     said = server.command("register", str(server.kit("server")))
     assert "south: taken out" in said
     server.until(lambda: ask(server, context(server, "north")) == 200, "the proxy answers")
-    assert ask(server, context(server, files=files)) == 401
+    assert ask(server, context(server, files=files)) == ask(server, context(server, files=files), **record) == 401
+    assert '"CN=south,O=rehearsal" GET /health 401' in (server.state("server") / "proxy/access.log").read_text()
+    before = len(server.log("server").read_text())
+    assert ask(server, context(server), **record, port=port) == 401, "nor does the SuperLink know its key"
+    server.until(lambda: refused_by_superlink(server, PULL, before), "it is logged")
     said = server.command("supervise", str(server.kit("server")), "--once")
     assert said == "all is well; offline: north\n"
