@@ -161,9 +161,7 @@ class EvaluationArea(Area):
 class PrivacyArea(Area):
     """What a site holds back."""
 
-    min_cell: int = Field(
-        0, ge=0, le=1000, description="counts of 1 to this minus 1 and what tells them are kept; 0: none"
-    )
+    min_cell: int = Field(0, ge=0, le=1000, description="smaller counts, and what tells them, do not leave; 0: none")
     secure_sum: bool = Field(False, description="updates travel under masks; the server learns their sum only")
     secure_range: float = Field(8.0, gt=0, le=1e6, description="largest change of one value; larger ones are cut")
     min_cohort: int = Field(3, ge=3, le=MAX_SITES, description="sites of a module's secure sum; fewer freeze it")
