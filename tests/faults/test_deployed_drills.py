@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -95,10 +96,10 @@ def said_so_far(federation, name):
 # -- who gets in ------------------------------------------------------------------------------------------------------
 
 
-def altered_kit(federation, folder, **files):
-    """A copy of east's kit with other files in it, and its list made to fit them: the list stops accidents only."""
+def altered_kit(federation, folder, site="east", **files):
+    """A copy of a site's kit with other files in it, and its list made to fit them: the list stops accidents only."""
     kit = folder / "kit"
-    shutil.copytree(federation.kit("east"), kit)
+    shutil.copytree(federation.kit(site), kit)
     listed = json.loads((kit / "manifest.json").read_text())
     for path, content in files.items():
         target = kit / listed["paths"][path]
@@ -111,8 +112,11 @@ def altered_kit(federation, folder, **files):
 
 
 def turned_away(federation, kit):
-    """A hospital's start from this kit ends by itself, with a hint for its administrator, and was never let in."""
-    name = f"intruder-{kit.parent.name}"
+    """A hospital's start from this kit ends by itself, with a hint for its administrator, and was never let in.
+
+    The proxy has a line about it, with the name that its certificate shows.
+    """
+    name, before = f"intruder-{kit.parent.name}", len(access_log(federation))
     federation.start(name, kit)
     try:
         federation.until(lambda: not federation.is_alive(name), f"{name} is turned away", 240)
@@ -121,6 +125,13 @@ def turned_away(federation, kit):
     text = federation.log(name).read_text()
     assert "SuperNode ID" not in text
     assert "the server does not know this kit's key or certificate" in text
+    site = json.loads((kit / "manifest.json").read_text())["site"]
+    refused = rf'"CN={site},O=rehearsal" POST /v1/fleet/activate-node 40[01] '
+    assert re.search(refused, access_log(federation)[before:])
+
+
+def access_log(federation):
+    return (federation.state("server") / "proxy/access.log").read_text()
 
 
 def authority(federation):
@@ -151,6 +162,7 @@ def test_an_expired_certificate_is_turned_away(federation, tmp_path):
 @pytest.mark.parametrize("way", ["no key", "plain HTTP"])
 def test_a_supernode_without_key_or_encryption_is_turned_away(federation, tmp_path, way, port):
     """At the proxy, and even on the server's loopback, where the operator's commands come in."""
+    before = len(access_log(federation))
     arguments = ["--superlink", f"127.0.0.1:{federation.ports[port]}", "--port", str(free_port()), "--max-retries", "1"]
     ca = str(federation.kit("server") / "certificates/ca.crt")
     arguments += ["--insecure"] if way == "plain HTTP" else ["--root-certificates", ca]
@@ -169,6 +181,7 @@ def test_a_supernode_without_key_or_encryption_is_turned_away(federation, tmp_pa
     try:
         assert family.leader.wait(240) != 0
         assert "SuperNode ID" not in (tmp_path / "log").read_text()
+        assert port == "superlink" or re.search(r'"-" POST \S+ 400 ', access_log(federation)[before:])
     finally:
         assert family.stop() == []
 
@@ -180,6 +193,7 @@ def test_an_undisturbed_run_is_that_of_one_process(federation, expected):
     run, rounds = result(federation, federation.submit(config(federation)))
     assert run["model_sha256"] == expected and run["outstanding"] == []
     assert [sorted(line["train_loss"]) for line in rounds] == [list(SITES)] * ROUNDS
+    assert " 503 " not in access_log(federation), "no hospital is slowed down at the door"
 
 
 def test_a_hospital_killed_in_a_round_is_left_out_and_comes_back(federation):
@@ -340,4 +354,21 @@ def test_a_hospital_whose_disk_is_full_is_left_out_by_a_code(federation):
     assert all(set(line["train_loss"]) == {"north", "south"} for line in rounds)
     assert run["status"] == "completed"
     federation.start_site("east")
+    all_online(federation)
+
+
+# -- a hospital that leaves for good; nothing of it works afterwards, so this is the last drill -----------------------
+
+
+def test_a_revoked_hospital_is_put_out_while_it_is_online_and_never_let_in_again(federation, tmp_path):
+    kit, before = altered_kit(federation, tmp_path, site="south"), said_so_far(federation, "south")
+    made = str(federation.folder / "made")
+    federation.command("provision", "revoke", str(federation.plan_file), "south", "--out", made)
+    assert federation.stop("proxy") == []
+    federation.start("proxy", federation.kit("server"), "proxy")
+    assert "south: taken out" in federation.command("register", str(federation.kit("server")))
+    federation.until(lambda: not federation.is_alive("south"), "south is put out", 240)
+    assert federation.stop("south") == []
+    assert told(federation, "south", "the server does not know this kit's key or certificate", before)
+    turned_away(federation, kit)
     all_online(federation)
