@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
 from datasets.images import ArrayImages
-from datasets.mosaics import MOSAICS_PER_SPLIT, MosaicKind, manifest_checksum, mosaic_manifest, plain_table
+from datasets.mosaics import manifest_checksum, plain_table
 from datasets.records import DataError, Manifest
 
 DIGITS = tuple(str(digit) for digit in range(10))
@@ -56,17 +56,3 @@ def digits(labels: Sequence[str] | None = None, *, part: Literal["all", "public"
     table["sheet"] = [f"{number:02d}" for number in sheet]
     images = ArrayImages(np.rint(source.images[rows] * (255 / GREY_LEVELS)).astype(np.uint8))
     return Manifest(chosen, "multiclass", table, targets, images, manifest_checksum(chosen, table, targets, images))
-
-
-def digits_mosaic(
-    rng: np.random.Generator,
-    *,
-    labels: Sequence[str] | None = None,
-    counts: Mapping[str, int] = MOSAICS_PER_SPLIT,
-    kind: MosaicKind = "grid",
-) -> Manifest:
-    """Multi-label mosaics of the digits, 16x16 grey uint8; see `datasets.mosaics.mosaic_manifest`.
-
-    The default numbers (2,000 train, 400 val, 600 test) deal every training tile about four times.
-    """
-    return mosaic_manifest(digits(labels), rng, counts=counts, kind=kind)

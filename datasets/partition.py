@@ -23,6 +23,7 @@ import numpy as np
 import pandas as pd
 
 from datasets.balanced import dirichlet_balanced as dirichlet_balanced
+from datasets.longtail import long_tail_counts, long_tail_rows
 from datasets.records import ABSENT, PRESENT, SPLITS, DataError
 from datasets.site import class_counts
 
@@ -281,29 +282,6 @@ def listed(
             "training rows, and no row may be listed twice"
         )
     return _given("listed", {"name": name}, targets, table, rng, parts)
-
-
-def long_tail_counts(largest: int, num_classes: int, ratio: float) -> list[int]:
-    """Class sizes n_c = int(largest * (1/ratio) ** (c / (C - 1))), the first class the largest (FairFAL, long tail).
-
-    >>> long_tail_counts(6000, 10, 20)
-    [6000, 4301, 3083, 2210, 1584, 1135, 814, 583, 418, 300]
-    """
-    if ratio < 1:
-        raise DataError(f"long-tail ratio is head over tail and at least 1, got {ratio}")
-    if num_classes < 2:
-        return [largest] * num_classes
-    return [int(largest * (1 / ratio) ** (label / (num_classes - 1))) for label in range(num_classes)]
-
-
-def long_tail_rows(classes: np.ndarray, counts: Sequence[int], rng: np.random.Generator) -> np.ndarray:
-    """Positions in ``classes (n,)`` that stay: each class is shuffled in turn and its first ``counts[c]`` are kept."""
-    kept = []
-    for label, count in enumerate(counts):
-        members = np.flatnonzero(classes == label)
-        rng.shuffle(members)
-        kept.append(members[:count])
-    return np.concatenate(kept)
 
 
 def beta_gamma(

@@ -258,3 +258,12 @@ def scaled_to_norm(arrays: Arrays, norm: float, bound: float) -> Arrays:
         name: (value * np.asarray(factor, value.dtype) if np.issubdtype(value.dtype, np.floating) else value)
         for name, value in arrays.items()
     }
+
+
+def apply_share(state: wire.State, changes: StreamingMean, num_sites: int) -> dict[str, torch.Tensor]:
+    """The state plus the mean change times the share of the ``num_sites`` sites that took part.
+
+    SCAFFOLD moves the server's control variate so (algorithm 1, line 17).
+    """
+    share = len(changes.sites) / num_sites
+    return apply_mean(state, {name: value * share for name, value in changes.result().items()})

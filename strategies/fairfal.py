@@ -41,7 +41,7 @@ from models.fairfal_exchange import (
     site_budget,
 )
 from models.fairfal_networks import FeatureNetwork, build_feature_network
-from strategies.aggregation import StreamingMean, apply_mean
+from strategies.aggregation import StreamingMean, apply_share
 from strategies.base import MODEL, FederatedStrategy
 from strategies.cards import SiteCard
 from strategies.discovery import QuorumError
@@ -164,9 +164,8 @@ class FairFAL(FederatedStrategy):
         """The mean; SCAFFOLD's variate moves by the share of sites that took part."""
         modules = super().combine({MODEL: means[MODEL]}, server_round)
         if CONTROL in means:
-            share = len(means[CONTROL].sites) / len(self.table.trainable)
-            mean = {name: value * share for name, value in means[CONTROL].result().items()}
-            modules[CONTROL] = apply_mean(self.progress.modules[CONTROL], mean)
+            num_sites = len(self.table.trainable)
+            modules[CONTROL] = apply_share(self.progress.modules[CONTROL], means[CONTROL], num_sites)
         return modules
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from federation.registry import register
 from federation.settings import MethodArea, Settings
-from strategies.aggregation import StreamingMean, apply_mean
+from strategies.aggregation import StreamingMean, apply_share
 from strategies.base import MODEL, FederatedStrategy
 from strategies.gate import Reply
 from strategies.progress import Modules
@@ -45,9 +45,8 @@ class Scaffold(FederatedStrategy):
 
     def combine(self, means: Mapping[str, StreamingMean], server_round: int) -> Modules:
         modules = super().combine({MODEL: means[MODEL]}, server_round)
-        share = len(means[CONTROL].sites) / len(self.table.trainable)
-        mean = {name: value * share for name, value in means[CONTROL].result().items()}
-        return {**modules, CONTROL: apply_mean(self.progress.modules[CONTROL], mean)}
+        control = apply_share(self.progress.modules[CONTROL], means[CONTROL], len(self.table.trainable))
+        return {**modules, CONTROL: control}
 
 
 register("scaffold", Scaffold, settings=MethodArea, site="client_app.scaffold")

@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 
 from datasets.index_lists import index_lists
-from datasets.partition import check_partition, dirichlet_balanced, equal_sites, listed, long_tail_counts
+from datasets.longtail import long_tail_counts
+from datasets.partition import check_partition, dirichlet_balanced, equal_sites, listed
 from datasets.records import DataError
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datasets.embedded import digits, digits_mosaic
+from datasets.embedded import digits
 from datasets.manifest import read_manifest
 from datasets.mosaics import EMPTY, TILE_COLUMNS, mosaic, mosaic_manifest
 from datasets.records import SPLITS, DataError
@@ -65,7 +65,7 @@ def test_corner_max_is_the_pixel_maximum_of_two_padded_tiles():
 
 def test_digits_mosaics_are_multilabel_and_made_of_their_own_split():
     source = digits()
-    manifest = digits_mosaic(np.random.default_rng(0), counts={"train": 600, "val": 50, "test": 70})
+    manifest = mosaic_manifest(source, np.random.default_rng(0), counts={"train": 600, "val": 50, "test": 70})
     assert manifest.task == "multilabel" and manifest.labels == source.labels
     assert manifest.images.read(0).shape == (16, 16)
     assert manifest.table["split"].value_counts().to_dict() == {"train": 600, "test": 70, "val": 50}
@@ -81,7 +81,7 @@ def test_digits_mosaics_are_multilabel_and_made_of_their_own_split():
 
 
 def test_mosaics_follow_their_generator():
-    first, again, other = (digits_mosaic(np.random.default_rng(seed)) for seed in (1, 1, 2))
+    first, again, other = (mosaic_manifest(digits(), np.random.default_rng(seed)) for seed in (1, 1, 2))
     assert first.checksum == again.checksum != other.checksum
     assert len(first) == 3000
 

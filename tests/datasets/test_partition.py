@@ -21,18 +21,14 @@ from datasets.partition import (
     hide_labels,
     iid,
     long_tail,
-    long_tail_counts,
-    long_tail_rows,
     pooled_train,
 )
 from datasets.records import SPLITS, DataError
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 CHEST = SHARED / "data" / "d1_cxr_multilabel.zip"
-LONG_TAIL = SHARED / "golden" / "fairfal" / "case07_long_tail.json"
 
 needs_chest = pytest.mark.skipif(not CHEST.exists(), reason="../shared/data/d1_cxr_multilabel.zip is not here")
-needs_golden = pytest.mark.skipif(not LONG_TAIL.exists(), reason="../shared/golden is not here")
 
 
 def make_table(splits, patients=None, **columns) -> pd.DataFrame:
@@ -308,27 +304,6 @@ def test_iid_sites_differ_by_at_most_one_row(seed, num_sites):
         assert max(sizes) - min(sizes) <= 1
 
 
-@needs_golden
-@pytest.mark.parametrize("name", ["fmnist_rho20", "fmnist_rho100", "cifar10_rho1", "cifar100_rho20", "cifar100_rho100"])
-def test_long_tail_counts_are_those_of_fairfal(name):
-    golden = json.loads(LONG_TAIL.read_text())[name]
-    counts = long_tail_counts(golden["counts"][0], len(golden["counts"]), int(name.partition("rho")[2]))
-    assert counts == golden["counts"]
-    assert sum(counts) == golden["total"]
-
-
-@needs_golden
-def test_long_tail_keeps_the_rows_that_fairfal_keeps():
-    """FairFAL shuffles each class under NumPy's legacy generator; the same stream must give the same rows, in order."""
-    golden = json.loads(LONG_TAIL.read_text())["subset_example"]
-    classes = np.repeat(np.arange(golden["classes"]), golden["per_class"])
-    counts = long_tail_counts(golden["per_class"], golden["classes"], 1 / golden["imb_factor"])
-    assert counts == golden["counts"]
-    kept = long_tail_rows(classes, counts, np.random.RandomState(golden["legacy_numpy_seed"]))
-    assert kept.tolist() == golden["kept_original_indices"]
-    assert classes[kept].tolist() == golden["targets"]
-
-
 @pytest.mark.parametrize("alpha", [None, 0.5])
 def test_long_tail_cuts_train_only_and_drops_the_rest(alpha):
     targets = np.eye(4, dtype=np.int8)[np.tile(np.arange(4), 150)]
@@ -336,7 +311,7 @@ def test_long_tail_cuts_train_only_and_drops_the_rest(alpha):
     partition = long_tail(targets, table, np.random.default_rng(0), num_sites=3, ratio=10, alpha=alpha)
     check_partition(partition, table)
     train = np.concatenate([rows["train"] for rows in partition.sites.values()])
-    assert targets[train].sum(axis=0).tolist() == long_tail_counts(100, 4, 10) == [100, 46, 21, 10]
+    assert targets[train].sum(axis=0).tolist() == [100, 46, 21, 10]
     assert sum(len(rows["test"]) for rows in partition.sites.values()) == 200
     assert len(partition.dropped) == 400 - len(train)
 

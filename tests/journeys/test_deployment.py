@@ -6,17 +6,17 @@ The same settings and data give the same model as in one process, and what a fai
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from bench.deploy import supernode
 from federation.settings import Settings
 from server_app import runner
 from server_app.inprocess import InProcessGrid
 from server_app.processes import ProcessFamily
-from server_app.superlink import FlowerCli, SuperLink, command, environment, free_port
+from server_app.superlink import FlowerCli, SuperLink
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +83,7 @@ def deployed(tmp_path, hospitals, config):
     nodes: list[ProcessFamily] = []
     with SuperLink(tmp_path / "link", "--insecure") as link:
         try:
-            nodes += [start_hospital(tmp_path / f"node-{node['site']}", link.address, node) for node in hospitals]
+            nodes += [supernode(tmp_path / f"node-{node['site']}", link.address, node) for node in hospitals]
             cli = FlowerCli(tmp_path, link.address)
             run_id = cli.submit(ROOT, config_file)
             deadline = time.monotonic() + 400
@@ -102,22 +102,3 @@ def in_process(tmp_path, hospitals, config):
     settings = Settings.from_run_config({**config, "reporting.runs_dir": str(tmp_path / "again")})
     again = [{**node, "state-dir": str(tmp_path / "state-again" / node["site"])} for node in hospitals]
     return runner.run(settings, InProcessGrid(again, settings.flat()))
-
-
-def start_hospital(home: Path, address: str, node_config: dict[str, str]) -> ProcessFamily:
-    """One SuperNode with a hospital's node config, in a folder of its own."""
-    home.mkdir()
-    node = " ".join(f'{key}="{value}"' for key, value in node_config.items())
-    arguments = ["--insecure", "--superlink", address, "--host", "127.0.0.1", "--port", str(free_port())]
-    with (home / "log").open("wb") as log:
-        return ProcessFamily(
-            subprocess.Popen(
-                [command("flower-supernode"), *arguments, "--node-config", node],
-                cwd=home,
-                env=environment(home, {"OMP_NUM_THREADS": "1"}),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        )
