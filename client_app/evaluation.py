@@ -27,7 +27,7 @@ class Scores:
     arrays: dict[str, np.ndarray]
     num_examples: int
     loss_sum: float
-    extra: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, float | list[int]] = field(default_factory=dict)
 
 
 def evaluate(site: Site, modules: Modules, job: Job, split: str, build: Build = network_for) -> Scores:

@@ -18,7 +18,8 @@ POOLED = "pooled"
 class PooledScores:
     """Scores of one split by site and over all sites, from accepted replies. Merging is exact and has no order.
 
-    ``further``: a method's own figures of the whole, which join the pooled summary.
+    ``further``: a method's own figures of the whole, which join the pooled summary. ``counts``: by site, those of a
+    method's own numbers that are lists; they enter no summary by themselves.
     """
 
     def __init__(self, labels: tuple[str, ...], task: str, bins: int) -> None:
@@ -28,6 +29,7 @@ class PooledScores:
         self._confusion = {POOLED: np.zeros((len(labels), len(labels)), np.int64)}
         self._loss = {POOLED: [0.0, 0]}
         self._extra: dict[str, dict[str, float]] = {}
+        self.counts: dict[str, dict[str, list[int]]] = {}
         self.further: dict[str, float | None] = {}
 
     @property
@@ -50,7 +52,9 @@ class PooledScores:
         self._loss[reply.site] = [float(loss["loss_sum"]), int(loss["num_examples"])]
         self._loss[POOLED][0] += self._loss[reply.site][0]
         self._loss[POOLED][1] += self._loss[reply.site][1]
-        self._extra[reply.site] = dict(reply.numbers.get(f"{wire.EXTRA}.{split}", {}))
+        extra = reply.numbers.get(f"{wire.EXTRA}.{split}", {})
+        self.counts[reply.site] = {name: value for name, value in extra.items() if isinstance(value, list)}
+        self._extra[reply.site] = {name: value for name, value in extra.items() if not isinstance(value, list)}
 
     def histogram(self, scope: str = POOLED) -> ScoreHistogram:
         """The scores of one site or of all. Raises KeyError for a site that sent none."""

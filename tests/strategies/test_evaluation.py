@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -86,6 +87,18 @@ def test_the_loss_is_the_mean_over_all_samples_not_over_sites():
 def test_losses_that_add_up_to_infinity_are_undefined_not_infinite():
     pool = pooled([reply(name, *site_scores(0, 2), loss_sum=1.7e308) for name in ("a", "b")])
     assert pool.summary(None, set())["loss"] is None
+
+
+def test_a_methods_own_counts_stand_by_site_and_enter_no_mean():
+    """A list of counts is nothing that a mean over sites could be made of; a number beside it is."""
+    numbers = {"a": {"calls": [3, -1], "cosine": 0.5}, "b": {"calls": [4, 5], "cosine": 1.0}}
+    pool = PooledScores(LABELS, "multilabel", 1024)
+    for seed, (site, extra) in enumerate(numbers.items()):
+        found = reply(site, *site_scores(seed, 10))
+        pool.add(replace(found, numbers={**found.numbers, "extra.val": extra}), "val")
+    assert pool.counts == {"a": {"calls": [3, -1]}, "b": {"calls": [4, 5]}}
+    assert pool.summary(None, set())["cosine"] == 0.75 and pool.summary(None, set(), "a")["cosine"] == 0.5
+    assert "calls" not in pool.summary(None, set()) and "calls" not in pool.summary(None, set(), "a")
 
 
 def test_nothing_measured_is_undefined_not_zero():
