@@ -3,9 +3,10 @@
 Saha et al., AAAI 2025 and arXiv 2402.05294; the project's incongruent specification, section 4.9. A site without a
 modality builds no encoder for it, and its update cannot hold one. Report text is read in `incongruent_samples` only.
 
-What leaves beside the changes: samples behind each module, mean trust in the labels, the means of the loss terms; at
-sites with reports the sums of text directions by label (section 4.4), unless switched off. A hospital's node config has
-to allow ``text-module`` and ``text-prototypes`` by name; a secure sum makes the first unnecessary.
+What leaves beside the changes: samples behind each module, mean trust in the labels, the means of the loss terms; with
+an evaluation four counts of every two labels (section 3.5); at sites with reports the sums of text directions by label
+(section 4.4), unless switched off. A hospital's node config has to allow ``text-module`` and ``text-prototypes`` by
+name; a secure sum makes the first unnecessary.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import functools
 import secrets
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,13 +27,22 @@ from client_app import evaluation
 from client_app.evaluation import Scores
 from client_app.incongruent_memory import changes_to_send, keep_model, own_model, own_text, previous_model
 from client_app.incongruent_objective import Around, objective
-from client_app.incongruent_samples import Samples, card_numbers, learnable, modalities, read_samples, trust_of
+from client_app.incongruent_samples import (
+    Samples,
+    card_numbers,
+    cooccurrence_numbers,
+    learnable,
+    modalities,
+    read_samples,
+    trust_of,
+)
 from client_app.incongruent_teachers import align_to_teachers, public_embeddings
 from client_app.private_update import limited
 from client_app.site import Site
 from client_app.training import Fit, Job, Modules, Update, fit, on_meta, optimiser_for
 from datasets.records import IMAGE, REPORT, DataError
 from federation import seeding, wire
+from federation.cooccurrence import PAIR_COUNTS
 from federation.files import write_atomic
 from federation.settings import Settings
 from models.incongruent import MODULES, IncongruentNetwork, build_incongruent, load_modules, split_state
@@ -49,10 +60,13 @@ from models.incongruent_exchange import (
 from models.incongruent_exchange import VIEWS as VIEWS
 from models.incongruent_losses import prox_penalty
 from models.incongruent_prototypes import prototype_sums
-from models.losses import proximal_term
+from models.losses import probabilities, proximal_term
 
 PROFILE_EXTRA = CARD_NUMBERS
 TRAIN_EXTRA = TRAIN_NUMBERS
+EVALUATION_EXTRA = PAIR_COUNTS
+CALLED = 0.5
+"""A label is called where its score is above this. Choice: the plain threshold, not one fitted to a split."""
 PROFILE_FILE = "profile"
 IMPUTATION_EPOCHS, IMPUTATION_LR = 5, 1e-3
 ENCODING_BATCH = 256
@@ -350,7 +364,10 @@ def weights(update: Update, job: Job) -> dict[str, int]:
 
 
 def evaluate(site: Site, modules: Modules, job: Job, split: str) -> dict[str, Scores]:
-    """Scores with what each sample has, and by view: pairs, images only, reports only (spec 7)."""
+    """Scores with what each sample has, and by view: pairs, images only, reports only (spec 7).
+
+    The former with `cooccurrence_numbers`. Choice: the views tell none, since those of two views differ by few samples.
+    """
     received = {name: state for name, state in modules.items() if name in MODULES}
     network, samples = _opened(site, received, job, split)
     network.to(job.device)
@@ -362,14 +379,21 @@ def evaluate(site: Site, modules: Modules, job: Job, split: str) -> dict[str, Sc
         "text": there & torch.tensor([False, True]),
     }
 
-    def scores(shown: Tensor) -> Scores:
+    def scores(view: str, shown: Tensor) -> Scores:
         rows = np.flatnonzero(shown.any(dim=1).numpy())
+        called = [np.zeros((0, len(site.data.labels)), bool)]
 
         def forward(picked: np.ndarray, images: Tensor) -> Tensor:
             index = torch.from_numpy(picked)
             inputs = samples.seen(index, images, shown[index])
-            return network(*(None if part is None else part.to(job.device) for part in inputs), impute=impute)
+            logits = network(*(None if part is None else part.to(job.device) for part in inputs), impute=impute)
+            called.append((probabilities(logits, site.data.task) > CALLED).cpu().numpy())
+            return logits
 
-        return evaluation.score(network, site, job, split, rows=rows, forward=forward)
+        found = evaluation.score(network, site, job, split, rows=rows, forward=forward)
+        if view:
+            return replace(found, extra={name: [] for name in PAIR_COUNTS})
+        targets = samples.split.targets[rows]
+        return replace(found, extra=cooccurrence_numbers(np.concatenate(called), targets, site.data.task, job.settings))
 
-    return {view: scores(mask) for view, mask in masks.items()}
+    return {view: scores(view, mask) for view, mask in masks.items()}

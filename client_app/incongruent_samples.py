@@ -19,6 +19,7 @@ from client_app.training import load_batch
 from datasets.records import IMAGE, REPORT, SiteData, Split
 from datasets.site import class_counts, hidden_labels, is_small
 from datasets.transforms import Normalisation, to_input
+from federation.cooccurrence import PAIR_COUNTS, absent_label_counts
 from federation.settings import Settings
 from models.incongruent_asymmetric import SOURCE_SMOOTHING, SOURCE_TRUST, SOURCES
 from models.incongruent_exchange import TEXT, VISION
@@ -164,3 +165,22 @@ def card_numbers(site: Site, settings: Settings) -> Mapping[str, int | list[int]
         "pair_counts": [int(value) for value in shown.ravel()],
         "tokenizer": int(sha256[:15], 16),
     }
+
+
+def cooccurrence_numbers(
+    called: np.ndarray, targets: np.ndarray, task: str, settings: Settings
+) -> Mapping[str, list[int]]:
+    """`absent_label_counts` of an evaluated split, ``called (n, C) bool`` and ``targets (n, C)``, small cells hidden.
+
+    Of an ordered pair all four counts are told or none. None where one of them is small, or a count that follows from
+    them and the scores' histograms: samples with both labels, with j alone, and those that were not called. None of a
+    label of which `hidden_labels` tells no count. What is left is not a fair sample of pairs: those with few false
+    positives are hidden first.
+    """
+    counts, least = absent_label_counts(called, targets), settings.privacy.min_cell
+    present, present_called, absent, absent_called = counts
+    positive = (targets == 1).astype(np.int64)
+    follow = [present.T, positive.T @ positive, present - present_called, absent - absent_called]
+    label = hidden_labels(class_counts(targets), least, task)
+    hidden = is_small(np.stack([*counts, *follow]), least).any(axis=0) | label[:, None] | label
+    return {name: np.where(hidden, -1, part).ravel().tolist() for name, part in zip(PAIR_COUNTS, counts, strict=True)}

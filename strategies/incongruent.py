@@ -21,6 +21,7 @@ from torch import nn
 
 from federation import seeding, wire
 from federation.blocks import four_blocks
+from federation.cooccurrence import MAX_LIFT, PAIR_COUNTS, false_positive_lift
 from federation.metrics import none_if_nan
 from federation.registry import register
 from federation.settings import Settings, names_in
@@ -52,7 +53,7 @@ from strategies.evaluation import PooledScores
 from strategies.gate import Reply
 from strategies.incongruent_area import IncongruentArea
 from strategies.incongruent_coverage import Coverage, CoverageError
-from strategies.incongruent_rules import card_contradiction, contradictions
+from strategies.incongruent_rules import card_contradiction, contradictions, pair_count_contradiction
 from strategies.progress import Modules
 from strategies.scheduling import paired_quota, stratified
 from strategies.secure_round import SecureMean
@@ -70,6 +71,7 @@ class Incongruent(FederatedStrategy):
     reads_reports = True
     profile_extra = CARD_NUMBERS
     train_extra = TRAIN_NUMBERS
+    evaluation_extra = PAIR_COUNTS
     views = VIEWS
     secure_summable = True
     contradictions = staticmethod(contradictions)
@@ -104,9 +106,8 @@ class Incongruent(FederatedStrategy):
     def build(self, network: nn.Module) -> Modules:
         """The network by module, its head started from the global counts, and the context that sites are told."""
         assert isinstance(network, IncongruentNetwork)
-        counts, pairs, known, total = self._global_counts()
-        prior = cooccurrence_prior(pairs, counts, max(total, int(counts.max())))
-        initialise_head(network.head, counts / known.clamp(min=1), prior)
+        counts, _, known, _ = self._global_counts()
+        initialise_head(network.head, counts / known.clamp(min=1), self._prior())
         options = self.options
         weights = {
             "effective": lambda: class_weights(counts, options.reweight_beta),
@@ -158,6 +159,11 @@ class Incongruent(FederatedStrategy):
         pairs = total([card.extra["pair_counts"] for card in cards]).reshape(size, size)
         return positives, pairs, known, sum(card.num_train for card in cards)
 
+    def _prior(self) -> torch.Tensor:
+        """B ``(C, C) float64`` of the sites' cards (spec 3.5), whether or not the head reads it."""
+        counts, pairs, _, total = self._global_counts()
+        return cooccurrence_prior(pairs, counts, max(total, int(counts.max())))
+
     # -- a round (spec 5.2 to 5.4) --------------------------------------------------------------------------------
 
     def quorum(self) -> int:
@@ -197,6 +203,7 @@ class Incongruent(FederatedStrategy):
     def received(self, reply: Reply) -> Mapping[str, Arrays]:
         """Dense changes; prototype sums and public embeddings are put aside. Raises WireError for absurd counts."""
         self._check_counts(reply)
+        self._check_pair_counts(reply)
         changes = {}
         for module, arrays in reply.modules.items():
             if module == PROTOTYPES:
@@ -249,6 +256,14 @@ class Incongruent(FederatedStrategy):
                 raise wire.WireError(f"it counts {found} samples behind {module}, its card allows {limit:.0f}")
         if not 0 <= extra["trust"] <= 1:
             raise wire.WireError(f"its trust in its labels is {extra['trust']}, expected 0 to 1")
+
+    def _check_pair_counts(self, reply: Reply) -> None:
+        for split in reply.scores:
+            card = next(card for card in self.table.cards if card.site == reply.site)
+            size = card.split_sizes.get(split, 0)  # a view tells no pair
+            numbers = reply.numbers[f"{wire.EXTRA}.{split}"]
+            if wrong := pair_count_contradiction(numbers, size, len(self.table.labels)):
+                raise wire.WireError(wrong)
 
     @property
     def weighting(self) -> str:
@@ -336,7 +351,7 @@ class Incongruent(FederatedStrategy):
             blocks = four_blocks(auroc(pool), by_site, positives)
             names = BLOCKS if view else BLOCKS[1:]
             found |= {f"{view}_{name}" if view else name: none_if_nan(blocks[name]) for name in names}
-        return found | self._critical_figures(pools[""])
+        return found | self._critical_figures(pools[""]) | self._cooccurrence_figures(pools[""])
 
     def _critical_figures(self, pool: PooledScores) -> dict[str, float | None]:
         labels, histogram = names_in(self.options.critical_labels), pool.histogram()
@@ -352,6 +367,29 @@ class Incongruent(FederatedStrategy):
             found |= {f"recall of {label}": none_if_nan(recall[index])}
             found |= {f"precision of {label}": none_if_nan(precision[index])}
         return found
+
+    def _cooccurrence_figures(self, pool: PooledScores) -> dict[str, float | None]:
+        """False positives where a label that goes with the absent one is there, over those where it is not (spec 3.5).
+
+        What a site hides is left out of the sums. Warns once, of the test, where the prior acts as a cause.
+        """
+        size = len(self.table.labels)
+        counts = np.zeros((len(PAIR_COUNTS), size, size), np.int64)
+        for site in pool.sites:
+            told = np.array([pool.counts[site][name] for name in PAIR_COUNTS]).reshape(counts.shape)
+            counts += told.clip(min=0)
+        lift, pairs, left_out = false_positive_lift(counts, self._prior().numpy())
+        if lift > MAX_LIFT and self._split == "test":
+            log(
+                WARNING,
+                "\tabsent labels are called %.1f times as often where one that goes with them is there (mean of %s "
+                "pair%s): that labels go together acts as a cause",
+                lift,
+                pairs,
+                "s" * (pairs != 1),
+            )
+        names = ("cooc_fp_lift", "cooc_fp_lift_pairs", "cooc_fp_lift_left_out")
+        return dict(zip(names, (none_if_nan(lift), pairs, left_out), strict=True))
 
     # -- the result -----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from federation.cooccurrence import PAIR_COUNTS
 from federation.privacy_rules import cut_noise
 from federation.settings import Settings
 from strategies.cards import SiteCard
@@ -75,4 +78,19 @@ def card_contradiction(card: SiteCard, profile: str) -> str:
         return f"its profile is {profile!r} and it counts no {needed}"
     if len(counts["pair_counts"]) != size**2 or max(counts["pair_counts"]) > card.num_train:
         return f"its counts of pairs of labels do not fit {size} labels and {card.num_train} samples"
+    return ""
+
+
+def pair_count_contradiction(numbers: Mapping[str, list[int]], size: int, num_labels: int) -> str:
+    """What in an evaluation's counts of pairs of labels no site with ``size`` samples can have, "" where nothing."""
+    tables = [numbers[name] for name in PAIR_COUNTS]
+    if found := {len(table) for table in tables} - {num_labels**2 if size else 0}:
+        return f"it tells {max(found)} counts of pairs of labels, which do not fit {num_labels} labels"
+    if (largest := max((value for table in tables for value in table), default=0)) > size:
+        return f"it counts {largest} samples of a pair of labels, its card allows {size} samples"
+    for cell in zip(*tables, strict=True):
+        if -1 in cell and set(cell) != {-1}:
+            return "it hides the counts of a pair of labels in part"
+        if cell[1] > cell[0] or cell[3] > cell[2]:
+            return "it counts more calls than samples of a pair of labels"
     return ""

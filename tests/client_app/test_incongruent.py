@@ -20,7 +20,9 @@ from client_app.site import open_site
 from client_app.training import Job
 from datasets.records import IMAGE, REPORT, DataError
 from federation import wire
+from federation.cooccurrence import PAIR_COUNTS
 from federation.differential_privacy import update_norm
+from federation.metrics import ScoreHistogram
 from federation.settings import Settings
 from models.incongruent import MODULES, split_state
 from models.incongruent_exchange import CONTEXT, PROTOTYPES
@@ -407,6 +409,70 @@ def test_card_hides_small_cells_and_counts_by_modality(at):
     found = incongruent.profile(site, job().settings)
     assert (found["images"], found["reports"], found["pairs"]) == (8, 8, 8)
     assert found["pair_counts"] == [4, -1, -1, -1, 4, -1, -1, -1, 4]  # two of eight rows show any two labels
+
+
+# -- false positives by co-occurrence (spec 3.5) ----------------------------------------------------------------------
+
+
+def asked(**changes):
+    return Settings.from_run_config(run_config("unused", "unused", **changes))
+
+
+def test_evaluation_tells_of_every_two_labels_how_often_an_absent_one_is_called(at):
+    """All labels are known, so the calls with and without label i are all false calls of label j."""
+    site, modules, job = at(rows=ward("a", "paired", {**SIZES, "test": 16}))
+    modules["head"]["bias"] = torch.tensor([0.0, 9.0, -9.0])
+    scores = incongruent.evaluate(site, modules, job(2), "test")
+    told = {name: np.array(values).reshape(3, 3) for name, values in scores[""].extra.items()}
+    assert set(told) == set(PAIR_COUNTS)
+    assert (told["with_i"] == 4 - 4 * np.eye(3)).all() and (told["without_i"] == 4 + 4 * np.eye(3)).all()
+    false = ScoreHistogram.from_arrays(scores[""].arrays).counts(0.5).fp
+    assert false[1] == 8 and false[2] == 0
+    off = ~np.eye(3, dtype=bool)
+    assert np.array_equal((told["with_i_called"] + told["without_i_called"])[off], np.tile(false, (3, 1))[off])
+    for view in ("both", "image", "text"):  # the difference of two views would tell of few samples
+        assert scores[view].extra == {name: [] for name in PAIR_COUNTS}
+
+
+def test_reply_with_these_counts_passes_the_sites_gate(at):
+    site, modules, job = at("image")
+    config = {"server_round": 2, "experiment": "exp", "last_accepted": 0, "evaluate": "val", "profile": "image"}
+    content, declared = handler.evaluated(modules, site, replace(job(2), config=config), incongruent)
+    assert declared.violation(content) is None
+    assert set(content["extra.val"]) == set(content["extra.val@both"]) == set(PAIR_COUNTS)
+
+
+@pytest.mark.parametrize(
+    ("least", "calls", "hidden"),
+    [
+        (10, 10, []),
+        (11, 11, [(0, 1), (1, 0)]),  # ten samples have both labels, which follows from those that have one
+        (5, 4, [(0, 1)]),
+        (5, 16, [(0, 1)]),  # four that are not called follow from those that are
+        (5, 0, []),  # zero is no small count
+        (5, 20, []),
+    ],
+)
+def test_pair_with_a_small_cell_or_one_that_follows_is_told_nothing_of(least, calls, hidden):
+    """Of 20 samples with label 0 and not label 1, ``calls`` are called label 1; elsewhere half are called either."""
+    targets = np.array([(1, 1)] * 10 + [(1, 0)] * 20 + [(0, 1)] * 30 + [(0, 0)] * 30)
+    called = np.repeat(np.arange(90) % 2 == 0, 2).reshape(90, 2)
+    called[10:30, 1] = np.arange(20) < calls
+    found = incongruent_samples.cooccurrence_numbers(called, targets, "multilabel", asked(privacy__min_cell=least))
+    told = np.array([found[name] for name in PAIR_COUNTS]).reshape(4, 2, 2)
+    assert [pair for pair in ((0, 1), (1, 0)) if (told[:, *pair] == -1).all()] == hidden
+    assert ((told == -1).all(axis=0) == (told == -1).any(axis=0)).all()  # whole or not at all
+    if (0, 1) not in hidden:
+        assert told[:, 0, 1].tolist() == [20, calls, 30, 15]
+
+
+def test_pair_of_a_label_that_no_count_is_told_of_is_hidden_with_it():
+    """Three samples lack label 0, so its counts are hidden; label 1 is unknown in them, so no cell is small."""
+    targets = np.array([(1, 1)] * 10 + [(1, 0)] * 10 + [(0, -1)] * 3)
+    called = np.zeros((23, 2), bool)
+    for least, shown in ((3, 10), (5, -1)):
+        found = incongruent_samples.cooccurrence_numbers(called, targets, "multilabel", asked(privacy__min_cell=least))
+        assert found["with_i"][1] == shown
 
 
 @pytest.mark.parametrize("consents", ["", "text-module", "text-prototypes", "text-module, text-prototypes"])

@@ -10,6 +10,7 @@ import torch
 
 from federation import wire
 from federation.blocks import four_blocks
+from federation.cooccurrence import PAIR_COUNTS, false_positive_lift
 from models.incongruent_exchange import CONTEXT, PROTOTYPES
 from strategies.aggregation import StreamingMean
 from strategies.incongruent import CoverageError
@@ -155,6 +156,94 @@ def test_module_that_nobody_trains_ends_the_run_unless_warned(root, tmp_path):
     _, notes, _ = federate({**config, "incongruent.coverage": "warn"}, {"e-text": silent})
     assert notes.kept["coverage"]["text.projection.weight"] == {"updates": 0, "sites": [], "last_round": 0}
     assert [entry["site"] for entry in notes.records[0].missing] == ["e-text"]  # the others went on
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """Three sites where one label of eight samples is there with another, or neither is."""
+    rows = wards(THREE, sizes={"train": 40, "val": 8, "test": 8})
+    for number, row in enumerate(rows):
+        row |= {"label:cat": int(number % 8 == 0), "label:dog": int(number % 8 == 0)}
+    return write(tmp_path_factory.mktemp("together"), rows)
+
+
+@pytest.mark.parametrize("head", ["label_attn", "linear"])
+def test_lift_of_false_positives_is_over_pairs_of_the_global_prior(together, tmp_path, head):
+    config = run_config(together, tmp_path, head=head, federation__rounds=1, evaluation__every=0)
+    strategy, notes, grid = federate(config)
+    summary, pool = notes.summaries["test-1"], notes.pools["test-1"][""]
+    told = [{name: np.array(v).reshape(3, 3) for name, v in pool.counts[site].items()} for site in pool.sites]
+    counts = np.stack([sum(site[name] for site in told) for name in PAIR_COUNTS])
+    assert (counts[0] + counts[2]).sum() > 0 and len(told) == 3
+    lift, pairs, left_out = false_positive_lift(counts, strategy._prior().numpy())
+    assert pairs + left_out == 2  # cat and dog, both ways
+    assert summary["cooc_fp_lift_pairs"] == pairs and summary["cooc_fp_lift_left_out"] == left_out
+    assert summary["cooc_fp_lift"] == (None if np.isnan(lift) else lift)
+    assert not set(PAIR_COUNTS) & set(pool.summary(None, set(), "a-paired"))
+    evaluations = [got for action, _, got in grid.heard if action == wire.EVALUATE]
+    assert evaluations and all(got["extra.test"] or got["extra.val"] for got in evaluations if "extra.test" in got)
+    if head == "label_attn":
+        assert torch.equal(strategy.progress.modules["head"]["prior"], strategy._prior().float())
+
+
+@pytest.fixture
+def judged(together, tmp_path, monkeypatch):
+    """``judged(split, by_site)``: the figures of an ended run for other counts of cat (0) and dog (1) at its sites."""
+    config = run_config(together, tmp_path, federation__rounds=1, evaluation__every=0)
+    strategy, notes, _ = federate(config)
+
+    def figures(split, *by_site):
+        pools = notes.pools["test-1"]
+        shown = {}
+        for site, values in zip(pools[""].sites, by_site, strict=True):
+            tables = np.zeros((4, 3, 3), np.int64)
+            tables[:, 0, 1] = values
+            shown[site] = {name: table.ravel().tolist() for name, table in zip(PAIR_COUNTS, tables, strict=True)}
+        monkeypatch.setattr(pools[""], "counts", shown)
+        monkeypatch.setattr(strategy, "_split", split)
+        found = strategy.figures(pools)
+        return tuple(found[f"cooc_fp_lift{name}"] for name in ("", "_pairs", "_left_out"))
+
+    return figures
+
+
+HIDDEN = (-1, -1, -1, -1)
+
+
+def test_hidden_counts_are_left_out_of_the_sums_and_a_lift_above_two_is_warned_of(judged, caplog):
+    with caplog.at_level("WARNING", logger="flwr"):
+        assert judged("test", (10, 4, 40, 4), HIDDEN, (10, 2, 10, 6)) == (pytest.approx(1.5), 1, 1)
+        assert judged("val", (10, 5, 10, 1), HIDDEN, HIDDEN) == (pytest.approx(5), 1, 1)
+        assert judged("test", HIDDEN, HIDDEN, HIDDEN) == (None, 0, 2)
+        assert judged("test", (10, 4, 10, 2), HIDDEN, HIDDEN) == (pytest.approx(2), 1, 1)
+    assert "absent labels" not in caplog.text
+    with caplog.at_level("WARNING", logger="flwr"):
+        judged("test", (10, 5, 10, 1), HIDDEN, HIDDEN)
+    assert "absent labels are called 5.0 times as often" in caplog.text and "mean of 1 pair" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "values", "reason"),
+    [
+        ("extra.test", "with_i", [0] * 8, "8 counts of pairs"),
+        ("extra.test", "with_i", [9] * 9, "8 samples"),
+        ("extra.test", "without_i_called", [2**62] * 9, "8 samples"),
+        ("extra.test", "with_i_called", [7] * 9, "more calls than samples"),
+        ("extra.test", "with_i", [-1] * 9, "in part"),
+        ("extra.test@image", "with_i", [0] * 9, "9 counts of pairs"),
+    ],
+)
+def test_counts_that_no_site_can_have_are_refused_and_the_run_goes_on(together, tmp_path, record, name, values, reason):
+    def liar(message, answer):
+        reply = answer()
+        if record in reply.content:
+            reply.content[record][name] = values
+        return reply
+
+    config = run_config(together, tmp_path, federation__rounds=1, evaluation__every=0)
+    _, notes, _ = federate(config, {"c-image": liar})
+    assert [entry["site"] for entry in notes.left] == ["c-image"] and reason in notes.left[0]["reason"]
+    assert notes.pools["test-1"][""].sites == ["a-paired", "e-text"]
 
 
 # -- the mean (spec 5.4) -----------------------------------------------------------------------------------------------
