@@ -6,6 +6,7 @@ from typing import Any
 
 from server_app.report_charts import Chart, Point, line_chart
 from server_app.report_collapse import COLLAPSE, COLLAPSE_WORDS, with_collapse
+from server_app.report_cooccurrence import cooccurrence_words
 from server_app.report_labels import label_charts
 from server_app.report_privacy import privacy_words, spent_words
 from server_app.report_tables import (
@@ -160,7 +161,7 @@ def remarks(run: Mapping[str, Any], result: Result) -> list[str]:
         texts.append("Not in the averages: " + "; ".join(f"{label} ({why})" for label, why in left_out.items()) + ".")
     if undefined := result.summary.get("undefined_labels"):
         texts.append(f"Without an AUROC, and so in no average: {', '.join(map(str, undefined))}.")
-    return texts
+    return texts + cooccurrence_words(result.summary)
 
 
 def charts(

@@ -37,6 +37,9 @@ METRIC_NAMES = {
     "official_best_of1_optimistic": "OF1 at the best of 0.1 to 0.9 on these data (optimistic)",
     "collapse_cosine": "Cosine to the label's direction",
     "collapse_ratio": "Scatter within labels over between",
+    "cooc_fp_lift": "False positives by co-occurrence, times as many",
+    "cooc_fp_lift_pairs": "Pairs of labels it is a mean of",
+    "cooc_fp_lift_left_out": "Pairs of labels without a value",
 }
 GLOSSARY = (
     ("AUROC", "How often a patient with the finding scores higher than one without: 1 is always, 0.5 is a coin toss."),

@@ -371,6 +371,25 @@ def test_collapse_of_no_site_is_not_defined(tmp_path, finished):
     assert "Cosine to the label's direction not defined Scatter within labels over between not defined" in text
 
 
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ((3.25, 4, 2), "3.250 times as often where one that goes with them is there, a mean over 4 pairs of labels (2 "
+         "pairs without a value left out). Above 2: that labels go together acts as a cause."),
+        ((1.5, 1, 0), "1.500 times as often where one that goes with them is there, a mean over 1 pair of labels."),
+        ((None, 0, 2), "not defined, 2 pairs without a value left out."),
+    ],
+)  # fmt: skip
+def test_lift_of_false_positives_stands_with_the_pairs_it_is_a_mean_of(tmp_path, finished, figures, said):
+    run = json.loads(json.dumps(finished[0]))
+    names = ("cooc_fp_lift", "cooc_fp_lift_pairs", "cooc_fp_lift_left_out")
+    run["final"]["test"]["summary"] |= dict(zip(names, figures, strict=True))
+    text = Page(written(tmp_path / "run", run, [])).text
+    assert said in text and ("acts as a cause" in said) == ("acts as a cause" in text)
+    assert "cooc" not in text
+    assert "goes with them" not in Page(written(tmp_path / "none", *finished)).text
+
+
 def test_many_sites_are_drawn_as_weakest_median_and_best(tmp_path):
     page = written(tmp_path / "run", *full_run([f"site-{i:02d}" for i in range(12)]))
     assert "median of 12 sites" in page
