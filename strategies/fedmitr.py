@@ -124,7 +124,8 @@ class FedMITR(FederatedStrategy):
         the same mean from the disk.
         """
         if not has_begun(self._folder):
-            begin(self._folder, self.settings, self.table.labels, self.table.task, self.progress.modules[MODEL])
+            labels, task, initial = self.table.labels, self.table.task, self.progress.modules[MODEL]
+            begin(self._folder, self.settings, labels, task, initial, self._left_out())
         self._count_in(read_job(self._folder))
         with stop_on_sigterm() as stop:
             result = complete(self._folder, stop)
@@ -132,8 +133,16 @@ class FedMITR(FederatedStrategy):
         self._observer.keep("fedmitr", result.facts)
         return {MODEL: result.state}
 
+    def _left_out(self) -> list[dict[str, str]]:
+        """The round's refused and missing sites, as a job keeps them."""
+        return [{"kind": kind, **entry} for kind in ("refused", "missing") for entry in getattr(self.record, kind)]
+
     def _count_in(self, job: Job) -> None:
-        """The round's record names the sites whose uploads were on the disk, too."""
+        """The round's record names the sites whose uploads were on the disk, too, and those that had been left out."""
+        for entry in job.left_out:
+            known, found = getattr(self.record, entry["kind"]), {key: entry[key] for key in ("site", "reason")}
+            if found not in known:
+                known.append(found)
         for upload in job.uploads:
             if upload.site not in self.record.accepted:
                 self.record.accepted.append(upload.site)

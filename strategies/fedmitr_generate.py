@@ -70,12 +70,21 @@ def warnings_of(job: Job) -> list[str]:
     never = [label for label, there in zip(job.labels, held.any(dim=0).tolist(), strict=True) if not there]
     if never:
         found.append(f"no site holds {floor} samples of {', '.join(never)}: never asked for in synthetic images")
-    if job.task != "multilabel":
-        teaches = teaching_sites(job.counts, min_class_count=floor)
-        silent = [upload.site for upload, does in zip(job.uploads, teaches.tolist(), strict=True) if not does]
-        if silent:
-            found.append(f"{', '.join(silent)}: fewer than two classes of {floor}; not inverted, kept in the ensemble")
+    silent = not_inverted(job)
+    for reason in dict.fromkeys(silent.values()):
+        sites = ", ".join(site for site, why in silent.items() if why == reason)
+        found.append(f"{sites}: {reason}; not inverted, kept in the ensemble")
     return found
+
+
+def not_inverted(job: Job) -> dict[str, str]:
+    """Sites whose models are asked for no image, with the reason (spec 10)."""
+    floor = job.options.min_class_count
+    if job.task == "multilabel":
+        teaches, reason = (job.counts >= max(1, floor)).any(dim=1), f"no label of {floor} samples"
+    else:
+        teaches, reason = teaching_sites(job.counts, min_class_count=floor), f"fewer than two classes of {floor}"
+    return {upload.site: reason for upload, does in zip(job.uploads, teaches.tolist(), strict=True) if not does}
 
 
 def groups_of(targets: Targets, batch: int, together: int) -> list[Group]:
@@ -138,9 +147,14 @@ def generate(
             "training losses"
         )
     pool = join(shown)
+    by_site = {upload.site: {"images": 0, "dropped": 0} for upload in job.uploads}
+    for tensors, header in parts:
+        by_site[header["site"]]["images"] += len(tensors["images"])
+        by_site[header["site"]]["dropped"] += int(header["dropped"])
     facts = {
         "images": len(pool.images),
-        "dropped": sum(int(header["dropped"]) for _, header in parts),
+        "dropped": sum(made["dropped"] for made in by_site.values()),
+        "by_site": by_site,
         "seconds": sum(float(header["seconds"]) for _, header in parts),
         "patches_high": pool.high.shape[1],
         "patches_low": pool.low.shape[1],

@@ -48,9 +48,9 @@ from strategies.fedmitr_area import FedMITRArea
 from strategies.fedmitr_baselines import METHODS as BY_GENERATOR
 from strategies.fedmitr_baselines import distil_by_generator
 from strategies.fedmitr_distil import distil, ensemble_weights, teach, teachers
-from strategies.fedmitr_generate import generate, pool_name, warnings_of
+from strategies.fedmitr_generate import generate, not_inverted, pool_name, warnings_of
 from strategies.fedmitr_progress import JobStopped, Monitor, check_plan, drop_checkpoints, locked
-from strategies.fedmitr_uploads import Job, JobError, State, clear, job_folder, private_folder, read_job
+from strategies.fedmitr_uploads import Job, JobError, State, clear, job_folder, late_sites, private_folder, read_job
 
 __all__ = ["JobError", "JobStopped", "Result", "complete", "ensemble_predict", "job_folder", "rows", "run_job"]
 
@@ -66,7 +66,9 @@ class Result:
 
     ``facts``: ``server``, ``is_average`` (the model is the plain average), ``images`` and ``dropped`` of the pool,
     ``patches_high`` and ``patches_low``, ``seconds`` by stage (those of a pool that was there are the ones it took),
-    ``sites``, ``warnings``, ``model_sha256``.
+    ``device``, ``sites`` (of each its examples, the numbers that it sent, with a pool ``images`` and ``dropped``, and
+    ``not_inverted`` with the reason where its model was asked for none), ``late`` sites, ``warnings``,
+    ``model_sha256``.
     """
 
     state: State
@@ -124,7 +126,7 @@ def run_job(
             log(WARNING, "\t%s", warning)
         try:
             state, facts = _computed(job, work, device, monitor)
-            result = _kept(job, work, state, facts, found)
+            result = _kept(job, work, state, facts | {"device": _device_name(device)}, found)
         except OSError as error:
             raise JobError(
                 f"the job stopped at its last checkpoint: {error}. Make room, or mend the disk, and run it again"
@@ -206,16 +208,33 @@ def _kept(job: Job, work: Path, state: State, facts: dict[str, Any], found: list
     save_tensors(path, state, {"sha256": model_sha256})
     if wire.state_sha256({"model": load_tensors(path)[0]}) != model_sha256:
         raise JobError(f"{path} does not hold what was written; look at the disk and run the job again")
+    made = facts.pop("by_site", {})
     facts = {
         "server": job.options.server,
         **facts,
-        "sites": {upload.site: {"num_examples": upload.num_examples, **upload.extra} for upload in job.uploads},
+        "sites": _told_of_sites(job, made),
+        "late": late_sites(job.folder),
         "warnings": found,
         "model_sha256": model_sha256,
     }
     write_atomic(work / "result.json", json.dumps(facts, indent=1).encode())
     drop_checkpoints(work)
     return Result(state, facts)
+
+
+def _told_of_sites(job: Job, made: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, Any]]:
+    """What the facts say of each site; ``made``: of each what its model was inverted to, empty without a pool."""
+    silent = not_inverted(job) if made else {}
+    return {
+        upload.site: {"num_examples": upload.num_examples, **upload.extra}
+        | dict(made.get(upload.site, {}))
+        | ({"not_inverted": silent[upload.site]} if upload.site in silent else {})
+        for upload in job.uploads
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
 def read_result(work: Path) -> Result:

@@ -11,8 +11,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -54,13 +54,18 @@ class Upload:
 
 @dataclass(frozen=True)
 class Job:
-    """What a job is made of. ``uploads`` in the order of the sites' names, which is the order of every sum."""
+    """What a job is made of. ``uploads`` in the order of the sites' names, which is the order of every sum.
+
+    ``left_out``: the sites that were asked and whose uploads are not there, ``site``, ``kind`` (``refused`` or
+    ``missing``) and ``reason`` of each.
+    """
 
     folder: Path
     settings: Settings
     labels: tuple[str, ...]
     task: str
     uploads: tuple[Upload, ...]
+    left_out: tuple[dict[str, str], ...] = ()
 
     @property
     def weights(self) -> dict[str, float]:
@@ -131,7 +136,7 @@ class Job:
     def changed(self, changes: Mapping[str, Scalar]) -> Job:
         """The same uploads under other settings. Raises SettingsError."""
         settings = Settings.from_run_config({**self.settings.flat(), **changes})
-        return Job(self.folder, settings, self.labels, self.task, self.uploads)
+        return replace(self, settings=settings)
 
 
 def vit_of(settings: Settings, num_labels: int, *, pretrained: bool = False) -> nn.Module:
@@ -209,8 +214,23 @@ def _upload(about: dict[str, Any]) -> Upload:
     return Upload(**(about | {name: tuple(about[name]) for name in ("positives", "negatives")}))
 
 
-def begin(folder: Path, settings: Settings, labels: tuple[str, ...], task: str, initial: Mapping[str, Tensor]) -> Job:
-    """Closes the uploads and writes down what the job is. ``initial``: the state that the sites started from."""
+def late_sites(folder: Path) -> list[str]:
+    """Sites whose uploads came after the job had begun, sorted."""
+    return sorted(path.stem for path in (folder / LATE).glob("[!.]*.safetensors"))
+
+
+def begin(
+    folder: Path,
+    settings: Settings,
+    labels: tuple[str, ...],
+    task: str,
+    initial: Mapping[str, Tensor],
+    left_out: Iterable[Mapping[str, str]] = (),
+) -> Job:
+    """Closes the uploads and writes down what the job is. ``initial``: the state that the sites started from.
+
+    ``left_out``: see `Job`; a run that is killed in its job has it from here, for the sites are not asked again.
+    """
     save_tensors(folder / INITIAL, initial)
     about = {
         "format": FORMAT,
@@ -218,6 +238,7 @@ def begin(folder: Path, settings: Settings, labels: tuple[str, ...], task: str, 
         "labels": list(labels),
         "task": task,
         "uploads": [asdict(upload) for upload in spooled(folder)],
+        "left_out": [dict(entry) for entry in left_out],
     }
     write_atomic(folder / JOB, json.dumps(about, indent=1).encode())
     return read_job(folder)
@@ -235,7 +256,7 @@ def read_job(folder: Path) -> Job:
     if about["format"] != FORMAT:
         raise JobError(f"{folder / JOB} has format {about['format']}, this code reads {FORMAT}; use the code it is of")
     settings = Settings.from_run_config(about["settings"])
-    return Job(folder, settings, tuple(about["labels"]), about["task"], uploads)
+    return Job(folder, settings, tuple(about["labels"]), about["task"], uploads, tuple(about.get("left_out", ())))
 
 
 def clear(folder: Path) -> None:

@@ -222,6 +222,28 @@ def test_a_run_that_was_killed_in_its_job_asks_no_site_again(config, monkeypatch
     assert set(record["extra"]) == set(record["accepted"])
 
 
+def test_a_run_that_was_killed_in_its_job_still_names_the_sites_that_it_went_on_without(config, monkeypatch, tmp_path):
+    def silent(message, answer):
+        return None if message.metadata.message_type == wire.TRAIN else answer()
+
+    real = strategy_file.complete
+
+    def killed(folder, stop):
+        raise JobStopped("killed")
+
+    given = config(federation__min_sites=1, federation__timeout_s=2.0)
+    monkeypatch.setattr(strategy_file, "complete", killed)
+    with pytest.raises(JobStopped):
+        inprocess.run(given, faults={"site-01": silent})
+    monkeypatch.setattr(strategy_file, "complete", real)
+    (cut,) = (tmp_path / "runs").glob("*-fedmitr*")
+    inprocess.run({**given, "resume": str(cut)})
+    lines = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
+    (record,) = [line for line in lines if line["kind"] == "round"]
+    assert record["accepted"] == ["site-00", "site-02"]
+    assert [entry["site"] for entry in record["missing"]] == ["site-01"]
+
+
 def test_a_run_that_was_killed_while_uploads_came_asks_the_others_only(config, monkeypatch, tmp_path):
     given = config()
     whole = inprocess.run(given)

@@ -37,6 +37,19 @@ def test_a_site_of_one_class_is_not_inverted_and_stays_in_the_ensemble(tmp_path)
     labels = torch.cat([shard["labels"] for shard in pool_of(tmp_path)])
     assert 8 not in labels  # only west has eights
     assert set(facts["sites"]) == set(HOLDS)
+    assert facts["sites"]["west"]["not_inverted"] == "fewer than two classes of 10"
+    assert not any("not_inverted" in facts["sites"][site] for site in ("east", "north"))
+
+
+def test_the_facts_say_how_many_images_each_site_gave_and_on_what_device(tmp_path):
+    job(tmp_path)
+    facts = run_job(tmp_path).facts
+    given = {site: facts["sites"][site]["images"] for site in HOLDS}
+    assert given["west"] == 0 and min(given["east"], given["north"]) > 0
+    assert sum(given.values()) == facts["images"] == 12 and facts["device"] == "cpu"
+    assert "by_site" not in facts  # said once, with the sites
+    by_generator = run_job(tmp_path, rows()["dense"], name="dense").facts
+    assert not any({"images", "not_inverted"} & set(told) for told in by_generator["sites"].values())
 
 
 def test_a_class_that_nobody_holds_or_too_rarely_is_never_asked_for(tmp_path):
@@ -67,6 +80,7 @@ def test_the_last_of_two_uploads_counts_and_a_late_one_is_kept_aside(tmp_path, c
         assert spool(tmp_path, its_card, {name: value * 0 for name, value in change.items()}, 7)
         made = job(tmp_path)  # sends east's a second time
         assert not spool(tmp_path, its_card, change, 5)
+    assert run_job(tmp_path, {"fedmitr.server": "average"}).facts["late"] == ["east"]
     assert "sent a second upload; the last one counts" in caplog.text
     assert "after the job had begun: kept, not used" in caplog.text
     assert (tmp_path / "late" / "east.safetensors").exists()
@@ -88,6 +102,7 @@ def test_a_batch_that_diverges_is_tried_again_then_dropped_and_reported(tmp_path
     with caplog.at_level(logging.WARNING, "flwr"):
         facts = run_job(tmp_path).facts
     assert (facts["images"], facts["dropped"]) == (8, 4)
+    assert sum(told["dropped"] for told in facts["sites"].values()) == 4
     assert "dropped: its loss was not finite twice" in caplog.text
     again, plain = pool_of(tmp_path)[1], read_job(tmp_path)
     inversion = plain.options.inversion("half", 1)
@@ -132,6 +147,7 @@ def test_multi_label_sites_are_inverted_by_label_vectors(tmp_path):
     labels = torch.cat([shard["labels"] for shard in pool_of(tmp_path)])
     assert labels.shape == (12, 10) and set(labels.unique().tolist()) <= {0, 1}
     assert labels[:, 8:].sum() == 0 and labels[:, :8].sum() > 0
+    assert not any("not_inverted" in told for told in facts["sites"].values())
     with pytest.raises(JobError, match="needs one label an image"):
         run_job(tmp_path, rows()["dense"], name="dense")
     with pytest.raises(JobError, match="label_count"):
@@ -151,6 +167,13 @@ def test_a_label_of_suppressed_counts_is_known_and_absent_in_its_sites_targets(t
     assert made.counts[:, 3].tolist() == [0, 0] and made.negatives[:, 3].tolist() == [1, 1]
     labels = targets_of(made, made.options.inversion("half", 1)).labels
     assert set(labels[:, 3].tolist()) == {0} and labels[:, 4].sum() > 0
+
+
+def test_a_multi_label_site_without_a_label_of_enough_samples_is_named(tmp_path):
+    job(tmp_path, task="multilabel", sites=("east", "west"), min_class_count=115)
+    facts = run_job(tmp_path).facts
+    assert facts["sites"]["west"]["not_inverted"] == "no label of 115 samples"
+    assert any(text.startswith("west: no label of 115 samples; not inverted") for text in facts["warnings"])
 
 
 # -- what is left behind ----------------------------------------------------------------------------------------------
