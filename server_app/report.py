@@ -1,8 +1,8 @@
 """The report of a run: one HTML file that needs nothing beside it, for a reader who is both clinician and engineer.
 
-It is made from two files of the run folder, `run.json` and `metrics.jsonl`, in a simulation also from what its sites
-had labelled, and shows what it finds there: a run that failed, or has not been evaluated yet, still gets its page. Null
-reads "not defined" or "suppressed", never a number.
+It is made from two files of the run folder, `run.json` and `metrics.jsonl`, from pages that a method keeps beside them,
+in a simulation also from what its sites had labelled, and shows what it finds there: a run that failed, or has not been
+evaluated yet, still gets its page. Null reads "not defined" or "suppressed", never a number.
 """
 
 import json
@@ -16,6 +16,7 @@ from markupsafe import Markup
 from federation.files import write_atomic
 from server_app.report_content import page_of
 from server_app.report_labels import read_curve, read_labelled
+from server_app.report_one_shot import read_one_shot
 from server_app.report_template import COLOURS, CSS, TEMPLATE
 
 
@@ -26,7 +27,8 @@ def write_report(run_dir: Path) -> Path:
     """
     problems: list[str] = []
     run = read_run(run_dir / "run.json", problems)
-    records = read_records(run_dir / "metrics.jsonl", problems) + read_curve(run_dir) + read_labelled(run_dir)
+    records = read_records(run_dir / "metrics.jsonl", problems)
+    records += read_curve(run_dir) + read_labelled(run_dir) + read_one_shot(run_dir, run.get("method"))
     path = run_dir / "report.html"
     write_atomic(path, render(run, records, problems).encode("utf-8", errors="replace"))
     return path

@@ -8,6 +8,7 @@ from server_app.report_charts import Chart, Point, line_chart
 from server_app.report_collapse import COLLAPSE, COLLAPSE_WORDS, with_collapse
 from server_app.report_cooccurrence import cooccurrence_words
 from server_app.report_labels import label_charts
+from server_app.report_one_shot import one_shot
 from server_app.report_privacy import privacy_words, spent_words
 from server_app.report_tables import (
     Result,
@@ -60,6 +61,7 @@ def page_of(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]], proble
         "charts": [*charts(run, rounds, evaluations, result), *label_charts(records)],
         "labels": labels_table(run, result),
         "sites": sites_table(result),
+        "one_shot": one_shot(run, records),
         "trouble": trouble,
         "no_trouble": "Every site that was asked answered, and no reply was refused."
         if rounds

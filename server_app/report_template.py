@@ -212,6 +212,23 @@ TEMPLATE = (
 </section>
 {%- endif %}
 
+{%- if page.one_shot %}
+<section>
+<h2>{{ page.one_shot.title }}</h2>
+{%- for text in page.one_shot.sentences %}
+<p>{{ text }}</p>
+{%- endfor %}
+{%- for table in page.one_shot.tables %}
+<h3>{{ table.title }}</h3>
+{{ grid(table) }}
+{%- if table.caption %}
+<p class="small soft">{{ table.caption }}</p>
+{%- endif %}
+{%- endfor %}
+<div class="pairs">{% for title, rows in page.one_shot.pairs %}{{ pairs(title, rows) }}{% endfor %}</div>
+</section>
+{%- endif %}
+
 <section>
 <h2>Refused replies and missing sites</h2>
 {%- if page.trouble %}

@@ -136,6 +136,8 @@ def test_uploads_and_images_are_gone_after_the_run_unless_they_are_kept(config):
     folder = folder_of(given, outcome)
     assert not list(folder.rglob("shard-*")) and not list(folder.rglob("site-*"))
     assert (folder / "run" / "final.safetensors").exists()
+    report = (outcome.run_dir / "report.html").read_text(encoding="utf-8").partition("The server&#39;s job")[2]
+    assert "8 synthetic images" in report and "were deleted when the model had been read back" in report
     assert wire.state_sha256({"model": run_job(folder).state}) == outcome.model_sha256
 
 
