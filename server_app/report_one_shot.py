@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from server_app.report_tables import Cell, Row, Table
-from server_app.report_words import count, duration, number, number_of, plain
+from server_app.report_words import count, duration, metric_name, number, number_of, plain
 
-JOB = "one_shot_job"
-"""Kind of the record of a job."""
+JOB, AVERAGE = "one_shot_job", "plain_average"
+"""Kinds of the records of a job and of the plain average beside its model; the page of the latter has that name."""
 SERVERS = {
     "average": "the plain average of the uploads; nothing is trained on the server",
     "ensemble": "the plain average; the ensemble itself is several models, so it is not what was saved",
@@ -49,9 +49,10 @@ class OneShot:
 
 
 def read_one_shot(run_dir: Path, method: Any) -> list[dict[str, Any]]:
-    """The page that ``method`` keeps of a job, as a record; none where it keeps none or it is damaged."""
-    content = _page(run_dir / f"{method}.json")
-    return [{**content, "kind": JOB}] if {"server", "sites"} <= set(content) else []
+    """The pages that ``method`` keeps of a job, as records; none where it keeps none or they are damaged."""
+    job, average = _page(run_dir / f"{method}.json"), _page(run_dir / f"{AVERAGE}.json")
+    found = [{**job, "kind": JOB}] if {"server", "sites"} <= set(job) else []
+    return found + ([{**average, "kind": AVERAGE}] if average else [])
 
 
 def _page(path: Path) -> dict[str, Any]:
@@ -74,10 +75,12 @@ def one_shot(run: Mapping[str, Any], records: Iterable[Mapping[str, Any]]) -> On
     times = [(word, duration(seconds[stage])) for stage, word in STAGES.items() if stage in seconds]
     where = [("Device", str(job["device"]))] if job.get("device") else []
     pairs = [("Time", times + where), ("Settings of the job", settings_in_force(job, options))]
+    average: Mapping[str, Any] = next((record for record in records if record.get("kind") == AVERAGE), {})
+    beside = average_table(average)
     return OneShot(
         "The server's job",
-        sentences(job, options, str(run.get("method"))),
-        [uploads_table(job, rounds)],
+        sentences(job, options, str(run.get("method"))) + average_words(average),
+        [*([beside] if beside else []), uploads_table(job, rounds)],
         [(title, rows) for title, rows in pairs if rows],
     )
 
@@ -143,6 +146,33 @@ def uploads_table(job: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -
         else ""
     )
     return Table("Uploads", columns, rows, caption, wordy=True)
+
+
+def average_words(average: Mapping[str, Any]) -> list[str]:
+    """Where the final model loses to the plain average, or why that was not scored."""
+    if reason := average.get("not_scored"):
+        return [f"The plain average of the uploads was not scored beside it: {reason}."]
+    pooled = (average.get("figures") or {}).get("pooled") or {}
+    lost = ", ".join(metric_name(name) for name, (final, plainly) in pooled.items() if plainly > final)
+    text = f"The plain average of the uploads does better on the {average.get('split')} data by {lost}"
+    return [f"{text}: server = average gives that model."] if lost else []
+
+
+def average_table(average: Mapping[str, Any]) -> Table | None:
+    """The final model and the plain average on the same samples, of all sites and of each; None where not scored."""
+    rows = []
+    for scope, figures in (average.get("figures") or {}).items():
+        where = "All sites" if scope == "pooled" else scope
+        for name, (final, plainly) in figures.items():
+            gap = f"{final - plainly:+.3f}".replace("+0.000", "0.000").replace("-0.000", "0.000")
+            cells = [Cell(plain(final)), Cell(plain(plainly)), Cell(gap)]
+            rows.append(Row(f"{where}: {metric_name(name)}", cells, mark="weak" if plainly > final else ""))
+    caption = (
+        "Both models on the same samples; marked rows are those that the plain average wins. Small differences may be "
+        "chance. A choice between the two by these figures has to be measured on other data."
+    )
+    columns = ("Figure", "Final model", "Plain average", "Difference")
+    return Table("Beside the plain average of the uploads", columns, rows, caption) if rows else None
 
 
 def settings_in_force(job: Mapping[str, Any], options: Mapping[str, Any]) -> list[tuple[str, str]]:

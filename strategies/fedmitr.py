@@ -2,18 +2,21 @@
 
 Shen et al., arXiv 2605.10748; `models.fedmitr` has the method, the project's fedmitr specification the numbers. Up
 travels one model a site (its change, in ``fedmitr.upload_dtype``), down the initial model and at the end the global
-one. All else, hours of it, is a job on the server (`strategies.fedmitr_job`) that no message waits for: the uploads are
-on the disk when it begins, and a run that is killed goes on without asking the sites again.
+one, and beside it the plain average (`strategies.fedmitr_average`). All else, hours of it, is a job on the server
+(`strategies.fedmitr_job`) that no message waits for: the uploads are on the disk when it begins, and a run that is
+killed goes on without asking the sites again.
 
 Choice: only one round. Further rounds would start from the global model, which the specification leaves for later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from logging import INFO, WARNING
+from typing import Any
 
 import torch
+from flwr.app import ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.supercore import log
 from torch import nn
@@ -27,12 +30,14 @@ from models.vit_tokens import grid_of
 from strategies.aggregation import Arrays, StreamingMean
 from strategies.base import MODEL, FederatedStrategy
 from strategies.cards import CardError, SiteCard
+from strategies.evaluation import PooledScores
 from strategies.fedmitr_area import FedMITRArea
+from strategies.fedmitr_average import PAGE, compared, log_compared, to_score
 from strategies.fedmitr_job import complete, job_folder, unfit
 from strategies.fedmitr_progress import stop_on_sigterm
-from strategies.fedmitr_uploads import Job, Upload, begin, has_begun, read_job, spool, spooled, vit_of
+from strategies.fedmitr_uploads import Job, State, Upload, begin, has_begun, read_job, spool, spooled, vit_of
 from strategies.gate import Reply
-from strategies.progress import Modules
+from strategies.progress import Modules, RoundRecord
 from strategies.secure_round import SecureMean
 
 MIN_PATCHES = 4
@@ -148,6 +153,37 @@ class FedMITR(FederatedStrategy):
                 self.record.accepted.append(upload.site)
                 self.record.weights[upload.site] = job.weights[upload.site]
                 self.record.extra[upload.site] = dict(upload.extra)
+
+    # -- at the end -----------------------------------------------------------------------------------------------
+
+    def _finish(self, grid: Grid, last: int) -> MetricRecord:
+        """After the test, the sites that scored the final model score the plain average on the same samples (spec 5).
+
+        It chooses nothing, and nothing of the result depends on it.
+        """
+        measured, final = super()._finish(grid, last), self._pools[""]
+        state, reason = to_score(self._folder)
+        page: dict[str, Any] = {"not_scored": reason or "no site scored the final model"}
+        if state is not None and final.sites:
+            average = self._scored(grid, last, state, final.sites)
+            page = {"split": self._split, "figures": compared(final, average, self.headline_excluded)}
+        log_compared(page)
+        assert self._observer is not None
+        self._observer.keep(PAGE, page)
+        return measured
+
+    def _scored(self, grid: Grid, last: int, state: State, sites: Collection[str]) -> PooledScores:
+        """Scores of another model than the global one, by these sites, on the split that was measured last."""
+        self.record, self._pools = RoundRecord(last), self._empty_pools()
+        self._records = {MODEL: wire.encode(state)}  # what the messages carry, this once
+        cards = [card for card in self.table.cards if card.site in sites]
+        for message in self._replies(grid, self._evaluation_messages(cards, last, ConfigRecord())):
+            if (reply := self._gated(message, 0.0)) is not None:
+                self._pool(reply)
+        if trouble := self.record.refused + self.record.missing:
+            assert self._observer is not None
+            self._observer.left_out("plain average", trouble)
+        return self._pools[""]
 
 
 def _of_the_round(settings: Settings) -> list[str]:

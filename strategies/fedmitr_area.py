@@ -77,6 +77,7 @@ class FedMITRArea(MethodArea):
     kd_clip: float = Field(10.0, gt=0)
     gen_steps: int = Field(30, ge=1, description="generator steps an epoch of dense, coboosting, fedftg")
     gen_lr: float = Field(1e-3, gt=0)
+    score_average: bool = Field(True, description="sites also score the plain average of three uploads or more")
     checkpoint_s: float = Field(300.0, ge=0, description="seconds between two checkpoints of the job")
     state_dir: str = Field("", description="folder of the server's jobs; empty: in the run folder")
     keep_synthetic: bool = Field(False, description="keep uploads and synthetic images after the run")

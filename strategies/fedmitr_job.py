@@ -5,6 +5,7 @@ A job is a folder, made by `strategies.fedmitr_uploads` (mode 0700; nothing in i
     job.json                 settings, labels, task, and of each site: samples, counts by class, SHA-256 of its upload
     initial.safetensors      the model that every site started from
     uploads/SITE.safetensors what a site sent: its change, in the dtype that it was sent in
+    average.safetensors      the plain average of three uploads or more, which sites score beside the final model
     late/                    what came after the job had begun: kept, never used
     pool-HASH/               stage A: synthetic images, one file a group of batches; rows of a table share it
     NAME/                    one run of the job: plan.json, teacher-*.safetensors (stage B), checkpoint-*.safetensors
@@ -45,6 +46,7 @@ from federation.files import load_tensors, save_tensors, write_atomic
 from federation.settings import Scalar, Settings
 from models.fedmitr import OBJECTIVES, ensemble_logits, normalised
 from strategies.fedmitr_area import FedMITRArea
+from strategies.fedmitr_average import keep_average
 from strategies.fedmitr_baselines import METHODS as BY_GENERATOR
 from strategies.fedmitr_baselines import distil_by_generator
 from strategies.fedmitr_distil import distil, ensemble_weights, teach, teachers
@@ -56,8 +58,8 @@ __all__ = ["JobError", "JobStopped", "Result", "complete", "ensemble_predict", "
 
 RUN = "run"
 """Name of the run of a job that a federation itself does."""
-NOT_PLANNED = ("resume", "training.device", "fedmitr.checkpoint_s", "fedmitr.state_dir")
-"""Keys that a continued job may change: they say where and when, never what."""
+NOT_PLANNED = ("resume", "training.device", "fedmitr.checkpoint_s", "fedmitr.state_dir", "fedmitr.score_average")
+"""Keys that a continued job may change: they say where and when, or what else is scored, never what is made."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +143,14 @@ def run_job(
 
 
 def complete(folder: Path, stop: Callable[[], bool] | None = None) -> Result:
-    """`run_job` as the settings of the job say, then deletes what could show a patient unless they say to keep it."""
+    """`run_job` as the settings of the job say, then deletes what could show a patient unless they say to keep it.
+
+    The plain average, where the sites may score it, stays.
+    """
     result = run_job(folder, stop=stop)
-    if not read_job(folder).options.keep_synthetic:
+    job = read_job(folder)
+    keep_average(job)
+    if not job.options.keep_synthetic:
         clear(folder)
     return result
 

@@ -262,7 +262,8 @@ def read_job(folder: Path) -> Job:
 def clear(folder: Path) -> None:
     """Deletes what could show a patient or a site: uploads, synthetic images, checkpoints, cached outputs.
 
-    ``job.json`` and the folders' ``final.safetensors``, ``result.json``, ``plan.json`` and ``status.json`` stay.
+    ``job.json``, the plain average and the folders' ``final.safetensors``, ``result.json``, ``plan.json`` and
+    ``status.json`` stay.
     """
     for name in (UPLOADS, LATE):
         shutil.rmtree(folder / name, ignore_errors=True)

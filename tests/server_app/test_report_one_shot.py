@@ -65,13 +65,14 @@ ROUND = {
 
 @pytest.fixture
 def page(tmp_path):
-    """``page(facts=, run=)``: HTML of the report of a run folder; without ``facts`` the job's page is not there."""
+    """``page(facts=, run=, average=)``: HTML of the report of a run folder; None leaves a file out."""
 
-    def write(facts=FACTS, run=RUN):
+    def write(facts=FACTS, run=RUN, average=None):
         (tmp_path / "run.json").write_text(json.dumps(run))
         (tmp_path / "metrics.jsonl").write_text(json.dumps(ROUND) + "\n")
-        if facts is not None:
-            (tmp_path / "fedmitr.json").write_text(facts if isinstance(facts, str) else json.dumps(facts))
+        for name, content in (("fedmitr.json", facts), ("plain_average.json", average)):
+            if content is not None:
+                (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
         return write_report(tmp_path).read_text(encoding="utf-8")
 
     return write
@@ -139,6 +140,40 @@ def test_a_baseline_is_named_and_shows_only_what_it_reads(page, server, words, g
 def test_uploads_that_are_kept_are_said_to_be_kept(page):
     run = {**RUN, "settings": {"fedmitr": {**RUN["settings"]["fedmitr"], "keep_synthetic": True}}}
     assert "kept on the server" in section(page(run=run))
+
+
+# -- beside the plain average -----------------------------------------------------------------------------------------
+
+
+def beside(**pooled):
+    figures = {"pooled": pooled, "east": {"accuracy": [0.75, 0.5]}, "north": {"accuracy": [0.7, 0.7]}}
+    return {"split": "test", "figures": figures}
+
+
+def test_the_plain_average_stands_beside_the_final_model(page):
+    text = section(page(average=beside(accuracy=[0.81, 0.79], macro_auroc=[0.9, 0.95])))
+    assert "Beside the plain average of the uploads" in text
+    assert "All sites: Accuracy 0.810 0.790 +0.020" in text
+    assert "All sites: AUROC, mean over labels 0.900 0.950 -0.050" in text
+    assert "east: Accuracy 0.750 0.500 +0.250" in text and "north: Accuracy 0.700 0.700 0.000" in text
+    assert "The plain average of the uploads does better on the test data by AUROC, mean over labels" in text
+
+
+def test_a_final_model_that_loses_nowhere_is_not_said_to_lose(page):
+    assert "does better" not in section(page(average=beside(accuracy=[0.81, 0.81])))
+
+
+def test_an_average_that_was_not_scored_is_said_with_the_reason(page):
+    text = section(page(average={"not_scored": "fedmitr.score_average is false"}))
+    assert "The plain average of the uploads was not scored beside it: fedmitr.score_average is false." in text
+    assert "Beside the plain average" not in text
+
+
+def test_without_a_sum_over_the_same_sites_only_single_sites_are_compared(page):
+    average = beside()
+    del average["figures"]["pooled"]
+    text = section(page(average=average))
+    assert "east: Accuracy 0.750" in text and "All sites" not in text
 
 
 def test_a_run_without_such_a_job_or_with_a_damaged_page_has_no_section(page):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -178,6 +179,130 @@ def test_a_site_that_is_missing_or_sends_nan_is_left_out_and_named(config):
     assert [entry["site"] for entry in record["missing"]] == ["site-00"]
     reasons = {entry["site"]: entry["reason"] for entry in record["refused"]}
     assert "no finite norm" in reasons["site-02"] and "head.bias" in reasons["site-03"]
+
+
+# -- beside the plain average -----------------------------------------------------------------------------------------
+
+
+def scored(monkeypatch):
+    """Site and SHA-256 of the model of every evaluation message that is sent, in order."""
+    seen = []
+    given = FedMITR._message
+
+    def message(self, action, card, *arguments):
+        made = given(self, action, card, *arguments)
+        if action == wire.EVALUATE:
+            arrays = wire.tensors(wire.decode(made.content["module.model"]))
+            seen.append((card.site, made.content["config"]["evaluate"], wire.state_sha256({"model": arrays})))
+        return made
+
+    monkeypatch.setattr(FedMITR, "_message", message)
+    return seen
+
+
+def average_of(outcome):
+    return json.loads((outcome.run_dir / "plain_average.json").read_text())
+
+
+def test_the_plain_average_is_scored_on_the_test_samples_of_the_same_sites(config, monkeypatch):
+    plain = inprocess.run(config())  # fedmitr.server = average
+    sent = scored(monkeypatch)
+    given = config(server="kd", pool_size=8, kd_epochs=1, keep_synthetic=False)
+    outcome = inprocess.run(given)
+    assert outcome.model_sha256 != plain.model_sha256
+    sites = ["site-00", "site-01", "site-02"]
+    assert sent[-3:] == [(site, "test", plain.model_sha256) for site in sites]  # one message more a site, at the end
+    assert [(site, split) for site, split, _ in sent[:-3]] == [(s, split) for split in ("val", "test") for s in sites]
+    assert {model for _, _, model in sent[:-3]} == {outcome.model_sha256}
+    figures = average_of(outcome)["figures"]
+    assert set(figures) == {"pooled", *sites}
+    for name, (final, average) in figures["pooled"].items():
+        assert (final, average) == (outcome.metrics[name], plain.metrics[name])
+    report = (outcome.run_dir / "report.html").read_text(encoding="utf-8")
+    assert "Beside the plain average of the uploads" in report
+    run = json.loads((outcome.run_dir / "run.json").read_text())
+    assert run["final"]["test"]["summary"]["accuracy"] == outcome.metrics["accuracy"]
+    assert run["model_sha256"] == outcome.model_sha256
+
+
+def test_nothing_of_the_result_depends_on_the_average_being_scored(config, monkeypatch):
+    changes = {"server": "kd", "pool_size": 8, "kd_epochs": 1}
+    outcome = inprocess.run(config(**changes))
+    sent = scored(monkeypatch)
+    without = inprocess.run(config(**changes, score_average=False))
+    assert (without.model_sha256, without.metrics) == (outcome.model_sha256, outcome.metrics)
+    assert {model for _, _, model in sent} == {without.model_sha256}
+    assert average_of(without) == {"not_scored": "fedmitr.score_average is false"}
+
+
+@pytest.mark.parametrize("sites", [1, 2])
+def test_an_average_that_gives_a_model_away_goes_to_no_site(config, monkeypatch, sites):
+    """Who has its own upload and the average of two has the other's."""
+    sent = scored(monkeypatch)
+    given = config(data__num_sites=sites, federation__min_sites=1, server="kd", pool_size=8, kd_epochs=1)
+    outcome = inprocess.run(given)
+    assert {model for _, _, model in sent} == {outcome.model_sha256}
+    assert "fewer than 3 uploads" in average_of(outcome)["not_scored"]
+    assert not list(folder_of(given, outcome).rglob("average.safetensors"))
+    assert "fewer than 3 uploads" in (outcome.run_dir / "report.html").read_text(encoding="utf-8")
+
+
+def test_where_the_average_is_the_result_it_is_not_scored_twice(config, monkeypatch):
+    sent = scored(monkeypatch)
+    outcome = inprocess.run(config())
+    assert len(sent) == 6 and average_of(outcome) == {"not_scored": "the final model is that average"}
+
+
+def test_a_site_that_does_not_score_the_average_leaves_the_result_as_it_is(config):
+    asked = []
+
+    def tired(message, answer):
+        if message.metadata.message_type == wire.EVALUATE:
+            asked.append(message)
+            if len(asked) == 3:
+                return None
+        return answer()
+
+    changes = {"server": "kd", "pool_size": 8, "kd_epochs": 1}
+    given = config(**changes, federation__timeout_s=2.0, federation__min_sites=1)
+    outcome = inprocess.run(given, faults={"site-01": tired})
+    assert outcome.metrics["num_examples"] == inprocess.run(config(**changes)).metrics["num_examples"]
+    assert set(average_of(outcome)["figures"]) == {"site-00", "site-02"}  # no sum over other sites
+    outstanding = json.loads((outcome.run_dir / "run.json").read_text())["outstanding"]
+    assert [(entry["site"], entry["reason"].partition(":")[0]) for entry in outstanding] == [
+        ("site-01", "plain average scores")
+    ]
+
+
+def test_a_run_that_was_killed_after_its_round_still_scores_the_average(config, monkeypatch, tmp_path):
+    given = config(server="kd", pool_size=8, kd_epochs=1, keep_synthetic=False)
+    whole = inprocess.run(given)
+    real = FedMITR._finish
+
+    def killed(self, *_):
+        raise JobStopped("killed")
+
+    monkeypatch.setattr(FedMITR, "_finish", killed)
+    with pytest.raises(JobStopped):
+        inprocess.run(given)
+    monkeypatch.setattr(FedMITR, "_finish", real)
+    (cut,) = [path for path in (tmp_path / "runs").glob("*-fedmitr*") if path != whole.run_dir]
+    assert not list((cut / "job").rglob("site-*"))  # the uploads are gone
+    resumed = inprocess.run({**given, "resume": str(cut)})
+    assert (resumed.model_sha256, resumed.metrics) == (whole.model_sha256, whole.metrics)
+    assert average_of(resumed) == average_of(whole)
+
+
+def test_a_run_whose_job_folder_is_gone_ends_without_the_average(config, monkeypatch):
+    real = strategy_file.to_score
+
+    def gone(folder):
+        shutil.rmtree(folder)
+        return real(folder)
+
+    monkeypatch.setattr(strategy_file, "to_score", gone)
+    outcome = inprocess.run(config(server="kd", pool_size=8, kd_epochs=1))
+    assert average_of(outcome) == {"not_scored": "the job's folder does not hold it"}
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------

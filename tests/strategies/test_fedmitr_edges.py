@@ -13,7 +13,8 @@ import torch
 from federation import seeding
 from federation.files import load_tensors, save_tensors
 from models.inversion import advance, start
-from strategies import fedmitr_generate, fedmitr_progress
+from strategies import fedmitr_average, fedmitr_generate, fedmitr_progress
+from strategies.fedmitr_average import to_score
 from strategies.fedmitr_generate import targets_of
 from strategies.fedmitr_job import JobError, complete, ensemble_predict, rows, run_job
 from strategies.fedmitr_uploads import begin, read_job, spool, spooled, upload_path
@@ -187,9 +188,30 @@ def test_the_folder_is_the_servers_alone_and_is_emptied_after_the_model_is_there
     result = complete(folder)
     left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     run = {f"run/{name}" for name in ("final.safetensors", "result.json", "plan.json", "status.json", "lock")}
-    assert left == {"job.json", *run}
+    assert left == {"job.json", "average.safetensors", *run}
     assert complete(folder).facts == result.facts  # a second time it is read, not computed
     assert sha256(complete(folder).state) == result.facts["model_sha256"]
+
+
+def test_a_job_that_cannot_keep_the_average_gives_its_model_all_the_same(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    job(tmp_path, server="kd")
+    monkeypatch.setattr(fedmitr_average, "save_tensors", full)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        result = complete(tmp_path)
+    assert sha256(result.state) == result.facts["model_sha256"]
+    assert "the plain average is not kept" in caplog.text and "No space left" in caplog.text
+    assert to_score(tmp_path) == (None, "the job's folder does not hold it")
+
+
+def test_the_average_that_is_kept_is_that_of_the_row_average(tmp_path):
+    job(tmp_path, server="kd", keep_synthetic=False)
+    alone = sha256(read_job(tmp_path).average())
+    complete(tmp_path)
+    state, reason = to_score(tmp_path)
+    assert sha256(state) == alone and reason == ""
 
 
 def test_with_keep_synthetic_everything_stays(tmp_path):
