@@ -78,8 +78,8 @@ def _trained() -> list[Row]:
         dense = dense or taken
         note = (
             f"{IMAGES} images, {ITERATIONS} iterations, batch {BATCH}, {pool.high.shape[1]} of 64 patches; accuracy of "
-            f"the student {statistics.mean(learnt):.3f} ± {statistics.stdev(learnt):.3f} over {SEEDS} seeds ({before}); "
-            f"{torch.get_num_threads()} threads"
+            f"the student {statistics.mean(learnt):.3f} ± {statistics.stdev(learnt):.3f} over {SEEDS} seeds "
+            f"({before}); {torch.get_num_threads()} threads"
         )
         rows.append(Row(f"{way.name}, vit {SIZE} px", "s/image", taken, "dense inversion", dense, way.target, note))
     return rows
