@@ -21,7 +21,10 @@ SHARED = {"empty_app", "rows", "__main__"}
 
 
 def main(names: list[str]) -> int:
-    """Measures, prints, and where everything was measured, writes the page. Exit code 2 for an unknown name."""
+    """Measures, prints, and without names writes the page. Exit code 2 for an unknown name.
+
+    A benchmark that fails has a row that says why; it fails no other.
+    """
     there = sorted(module.name for module in pkgutil.iter_modules(bench.__path__) if module.name not in SHARED)
     if unknown := sorted(set(names) - set(there)):
         print(f"no benchmark {', '.join(unknown)}; there are: {', '.join(there)}")
@@ -29,7 +32,10 @@ def main(names: list[str]) -> int:
     sections = []
     for name in names or there:
         module = importlib.import_module(f"bench.{name}")
-        rows = module.measure()
+        try:
+            rows = module.measure()
+        except Exception as error:  # the others are still worth having
+            rows = [Row("not measured", "", (), note=f"{type(error).__name__}: {error}".replace("\n", " ")[:300])]
         show(module.__doc__.split("\n")[0], rows)
         sections.append((module.__doc__.split("\n")[0], rows))
     if not names:

@@ -1,6 +1,6 @@
 """Deployment: an exchange of the app with SuperNodes beside the platform's own floor, and 45 MB beside one process.
 
-Three SuperNodes on loopback without TLS; every message starts a process at every node, so the floor is an empty
+Three SuperNodes on loopback without TLS or proxy. Every message starts a process at every node, so the floor is an empty
 ClientApp that imports torch, and for a round one that takes a step with ``torch.optim.SGD``, which by itself imports
 torch's compiler. Takes about five minutes on two quiet cores.
 """
@@ -50,12 +50,14 @@ def measure() -> list[Row]:
         step = exchanges(cli, write_app(folder / "step-app", "train", **plan), folder)
         small = deployed_rounds(cli, folder, "small", SMALL)
         large = deployed_rounds(cli, folder, "large", LARGE)
-        settings = Settings.from_run_config(run_config(folder / "in-process", LARGE))
-        inside = round_seconds(runner.run(settings, InProcessGrid(nodes, settings.flat())).run_dir)
+        small_inside, inside = (in_process(folder, nodes, name, what) for name, what in (("s", SMALL), ("l", LARGE)))
     sites = f"{len(SITES)} sites"
     return [
         Row(f"exchange of 1 KB (site cards), {sites}", "s", card, "empty Flower app", floor, "<= 1.2"),
         Row(f"round of a 6 KB model, {sites}", "s", small, "Flower app of one SGD step", step, "<= 1.2"),
+        Row(
+            f"round of a 6 KB model, {sites}", "s", small, "the same in one process", small_inside, "", "with training"
+        ),
         Row(f"round of a 45 MB model, {sites}", "s", large, "the same in one process", inside, "", "with training"),
     ]
 
@@ -134,6 +136,12 @@ def deployed_rounds(cli: FlowerCli, folder: Path, name: str, changes: Mapping[st
     runs = folder / name
     finish(cli, ROOT, run_config(runs, changes), folder)
     return round_seconds(next(path for path in runs.iterdir() if path.is_dir()))
+
+
+def in_process(folder: Path, nodes: list[dict[str, str]], name: str, changes: Mapping[str, Any]) -> list[float]:
+    """Seconds of every round but the first, of the same hospitals in this process."""
+    settings = Settings.from_run_config(run_config(folder / f"in-process-{name}", changes))
+    return round_seconds(runner.run(settings, InProcessGrid(nodes, settings.flat())).run_dir)
 
 
 def finish(cli: FlowerCli, app: Path, config: Mapping[str, Any], folder: Path) -> None:

@@ -40,7 +40,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--smoke", action="store_true", help="a small plan over all methods and embedded data: results/smoke.toml"
     )
-    options.add_argument("--out", type=Path, help="the page (default: beside the plan, ending in .md)")
+    options.add_argument(
+        "--out", type=Path, help="the page (default: beside the plan, ending in .md; of --smoke in the runs folder)"
+    )
     options.add_argument("--html", type=Path, help="the page for a browser (default: in the runs folder, plan's name)")
     options.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where run folders go (default: runs)")
     options.add_argument("--jobs", type=_jobs, default=2, help="cells at a time, one core each (default: 2)")
@@ -81,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.dry_run:
                 return COMPLETED
             _run(plan, cells, Index(runs_dir), options)
-            out = options.out or options.plan.with_suffix(".md")
+            out = options.out or (runs_dir / "smoke.md" if options.smoke else options.plan.with_suffix(".md"))
             command = shlex.join(["python", "-m", "server_app.compare", *arguments])
             written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
             text = page(plan, cells, command=command, jobs=options.jobs, written=written)

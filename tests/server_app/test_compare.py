@@ -203,6 +203,23 @@ def test_second_call_runs_nothing_and_writes_the_same_tables(compared, monkeypat
     assert table_rows(again.read_text(encoding="utf-8"), "## digits") == before
 
 
+def test_smoke_plan_has_all_five_methods_and_their_baselines(tmp_path, capsys):
+    assert compare.main(["--smoke", "--dry-run", "--runs-dir", str(tmp_path / "runs")]) == compare.COMPLETED
+    told = capsys.readouterr().out
+    assert "66 cells: 66 to run" in told
+    for method in ("fednca", "fairfal", "incongruent", "fedmitr", "fedmpt"):
+        assert told.count(f" / {method} / seed") == 3, method
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_smoke_runs_to_its_end_and_writes_both_pages(tmp_path):
+    runs = tmp_path / "runs"
+    assert compare.main(["--smoke", "--runs-dir", str(runs)]) == compare.COMPLETED
+    page = (runs / "smoke.md").read_text(encoding="utf-8")
+    assert "66 with a completed run, 0 failed" in page and (runs / "smoke.html").is_file()
+
+
 def test_dry_run_tells_the_states_and_writes_nothing(compared, tmp_path, capsys):
     plan = write_plan(tmp_path)
     assert compare.main([str(plan), "--runs-dir", str(tmp_path / "runs"), "--dry-run"]) == compare.COMPLETED
