@@ -1,8 +1,8 @@
 """Deployment: an exchange of the app with SuperNodes beside the platform's own floor, and 45 MB beside one process.
 
-Three SuperNodes on loopback without TLS or proxy. Every message starts a process at every node, so the floor is an empty
-ClientApp that imports torch, and for a round one that takes a step with ``torch.optim.SGD``, which by itself imports
-torch's compiler. Takes about five minutes on two quiet cores.
+Three SuperNodes on loopback without TLS or proxy. Every message starts a process at every node, so the floor is an
+empty ClientApp that imports torch, and for a round one that takes a step with ``torch.optim.SGD``, which by itself
+imports torch's compiler. Takes about five minutes on two quiet cores.
 """
 
 from __future__ import annotations
