@@ -5,10 +5,10 @@
     python -m deploy.provision renew federation.yaml NAME --out DIR    # new certificates; NAME may be server
     python -m deploy.provision revoke federation.yaml NAME --out DIR   # key and certificate are let in no more
 
-DIR holds ``ca/`` (whoever has its key makes members: keep it offline, or give ``--passphrase-file``), ``registry.json``
-(who is a member, no secrets) and ``kits/``. A hospital's kit may be deleted from here once it is handed over. Every
-change of the members makes the server's kit anew, with its own keys kept; unpack it on the server, then
-`deploy.register`.
+DIR lies outside every checkout: what lands in one can be committed, or copied into the image. It holds ``ca/`` (whoever
+has its key makes members: keep it offline, or give ``--passphrase-file``), ``registry.json`` (who is a member, no
+secrets) and ``kits/``. A hospital's kit may be deleted from here once it is handed over. Every change of the members
+makes the server's kit anew, with its own keys kept; unpack it on the server, then `deploy.register`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import argparse
 import contextlib
 import fcntl
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy import provision_pki as pki
-from deploy.kit import KitError
+from deploy.kit import CHECKOUT, KitError
 from deploy.provision_kit import (
     SERVER_PATHS,
     SITE_PATHS,
@@ -203,9 +205,32 @@ def open_workshop(folder: Path, plan: Federation, passphrase: bytes | None) -> W
     authority = pki.new_authority(plan.name, datetime.now(UTC))
     write_atomic(certificate, authority.certificate_pem(), 0o644)
     write_atomic(key, authority.key_pem(passphrase))
+    write_atomic(folder / ".gitignore", b"*\n", 0o644)
     workshop = Workshop(folder, plan, authority)
     workshop.write_registry()
     return workshop
+
+
+def check_out(folder: Path) -> None:
+    """That no key comes to lie where files are committed or copied into the image. Raises ProvisionError."""
+    folder = folder.resolve()
+    tree = next((path for path in (folder, *folder.parents) if path == CHECKOUT or (path / ".git").exists()), None)
+    # Rehearsals are made in runs/, which git and the image leave out, in a checkout without git too.
+    if tree is None or folder.is_relative_to(CHECKOUT / "runs") or git_ignores(tree, folder):
+        return
+    raise ProvisionError(
+        f"--out {folder} lies inside the checkout {tree}, where keys could be committed or copied into the image; "
+        "expected a folder outside of every checkout: give another --out, and move there what was made here before"
+    )
+
+
+def git_ignores(tree: Path, folder: Path) -> bool:
+    """Whether git leaves a folder of its work tree alone; without git: no."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", str(tree), "check-ignore", "--quiet", f"{folder}/"]
+    with contextlib.suppress(FileNotFoundError):
+        return subprocess.run(command, env=own, capture_output=True).returncode == 0
+    return False
 
 
 @contextlib.contextmanager
@@ -256,6 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         passphrase = read_passphrase(options.passphrase_file)
         if action == "add":
             plan.site(words[1])
+        check_out(options.out)
         with alone(options.out):
             workshop = open_workshop(options.out, plan, passphrase)
             if action == "renew":

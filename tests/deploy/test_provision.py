@@ -160,6 +160,40 @@ def test_no_kit_knows_the_machine_it_was_made_on(provisioned, plan, tmp_path):
     assert told == []
 
 
+# -- where kits may lie ------------------------------------------------------------------------------------------------
+
+
+def git_tree(folder, ignored=""):
+    subprocess.run(["git", "init", "--quiet", folder], check=True)
+    (folder / ".gitignore").write_text(ignored)
+    return folder
+
+
+def test_keys_are_not_made_where_they_could_be_committed(provisioned, tmp_path):
+    git_tree(tmp_path)
+    code, said = provisioned()
+    assert code == 1 and not provisioned.out.exists()
+    assert f"--out {provisioned.out} lies inside the checkout {tmp_path}" in said and "give another --out" in said
+    assert said.count("\n") == 1
+    git_tree(tmp_path, ignored="/out/\n")
+    assert provisioned()[0] == 0
+
+
+def test_keys_are_not_made_in_our_own_source_tree(monkeypatch):
+    with pytest.raises(provision.ProvisionError, match="inside the checkout"):
+        provision.check_out(provision.CHECKOUT / "federation")
+    provision.check_out(provision.CHECKOUT / "runs" / "rehearsal" / "made")
+    monkeypatch.setenv("PATH", "")  # without git
+    with pytest.raises(provision.ProvisionError, match="inside the checkout"):
+        provision.check_out(provision.CHECKOUT / ".cache")
+    provision.check_out(provision.CHECKOUT / "runs" / "rehearsal" / "made")
+
+
+def test_git_leaves_the_folder_alone_wherever_it_is_moved_to(provisioned):
+    provisioned()
+    assert (provisioned.out / ".gitignore").read_text() == "*\n"
+
+
 # -- calls after the first --------------------------------------------------------------------------------------------
 
 
