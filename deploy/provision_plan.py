@@ -57,6 +57,7 @@ class Machine(Part):
     kit_dir: Folder = Field("/etc/consilium/kit", description="where the kit is unpacked")
     state_dir: Folder = Field("/var/lib/consilium", description="database, caches, ledgers, logs; grows")
     user: Name = Field("consilium", description="account that the services run under")
+    gpus: int = Field(1, ge=1, description="GPUs that its container reserves, where gpu.yaml of the kit is used")
 
 
 class Server(Machine):

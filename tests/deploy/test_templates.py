@@ -72,6 +72,7 @@ def test_a_unit_always_restarts_and_may_write_to_its_state_only(name):
 def test_a_site_reads_its_data_and_keeps_its_gpu():
     service = unit("systemd/site/consilium-site.service.j2")["Service"]
     assert "/data/fl" in service["ReadOnlyPaths"].split() and "PrivateDevices" not in service
+    assert "PrivateDevices" not in unit("systemd/server/consilium-server.service.j2")["Service"]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
@@ -93,8 +94,8 @@ def test_systemd_takes_the_unit(name, tmp_path):
 # -- compose ----------------------------------------------------------------------------------------------------------
 
 SERVICE_KEYS = {
-    *("image", "command", "user", "restart", "read_only", "init", "cap_drop", "cap_add", "security_opt", "shm_size"),
-    *("tmpfs", "volumes", "healthcheck", "logging", "ports", "network_mode", "depends_on"),
+    *("image", "command", "user", "restart", "read_only", "init", "cap_drop", "security_opt", "shm_size"),
+    *("tmpfs", "volumes", "healthcheck", "logging", "ports", "network_mode", "depends_on", "sysctls"),
 }
 """Of the compose specification's service attributes those that the files use: another one is a slip of the pen."""
 
@@ -121,8 +122,9 @@ def test_every_service_is_fenced_in(name, trim_blocks):
         assert service["healthcheck"]["test"][0] == "CMD" and service["logging"]["options"]["max-size"]
         writable = [v["target"] for v in service["volumes"] if not v.get("read_only")]
         assert all(target.startswith(("/var/lib/consilium", "/var/log/consilium")) for target in writable)
-        if service["image"] == "consilium":
-            assert service["user"] == "${CONSILIUM_UID:-10001}:${CONSILIUM_UID:-10001}"
+        assert service["user"] == "${CONSILIUM_UID:-10001}:${CONSILIUM_UID:-10001}", (
+            "root without capabilities reads no key"
+        )
 
 
 def test_a_site_mounts_its_data_read_only_and_publishes_no_port():
@@ -132,11 +134,14 @@ def test_a_site_mounts_its_data_read_only_and_publishes_no_port():
     assert "ports" not in site and "network_mode" not in site
 
 
-def test_a_gpu_is_reserved_by_a_file_of_its_own():
-    own, site = (yaml.safe_load(rendered(name)) for name in ("compose/site/gpu.yaml.j2", SITE))
-    assert own["name"] == site["name"] and set(own["services"]) == set(site["services"]) == {"supernode"}
-    devices = own["services"]["supernode"]["deploy"]["resources"]["reservations"]["devices"]
-    assert devices == [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]
+@pytest.mark.parametrize(("base", "service"), [(SITE, "supernode"), (SERVER, "superlink")])
+@pytest.mark.parametrize("count", [1, 4])
+def test_gpus_are_reserved_by_a_file_of_its_own(base, service, count):
+    file = str(Path(base).with_name("gpu.yaml.j2"))
+    own, whole = (yaml.safe_load(rendered(name, machine={"gpus": count})) for name in (file, base))
+    assert own["name"] == whole["name"] and set(own["services"]) == {service} <= set(whole["services"])
+    devices = own["services"][service]["deploy"]["resources"]["reservations"]["devices"]
+    assert devices == [{"driver": "nvidia", "count": count, "capabilities": ["gpu"]}]
 
 
 def test_hospitals_reach_the_proxy_and_not_the_superlink():
@@ -144,6 +149,9 @@ def test_hospitals_reach_the_proxy_and_not_the_superlink():
     assert there["superlink"]["ports"] == ["8443:8443"]  # the proxy's, which shares the network
     assert there["proxy"]["network_mode"] == "service:superlink" and "ports" not in there["proxy"]
     assert set(services(SERVER, server={"proxy": "none", "host": "127.0.0.1"})) == {"superlink"}
+    assert "sysctls" not in there["superlink"]
+    low = services(SERVER, server={"port": 443})["superlink"]
+    assert low["sysctls"] == {"net.ipv4.ip_unprivileged_port_start": 0}, "the proxy is not root"
 
 
 def test_health_checks_are_python_that_compiles():
