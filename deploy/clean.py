@@ -23,11 +23,15 @@ CODE, IMAGES = Path("flower") / "apps", Path("cache")
 
 
 def stale(kit: Kit, keep_days: float, now: float) -> list[Path]:
-    """Old code but for the newest, and decoded images that nobody has read or written for so many days; sorted."""
-    oldest = now - keep_days * DAY_S
+    """Old code but for the newest, and decoded images that nobody has read or written for so many days; sorted.
+
+    With 0 days everything of both, as for a hospital that leaves.
+    """
     code = sorted(_entries(kit.state_dir / CODE), key=last_used)
     images = [path for path in _entries(kit.state_dir / IMAGES) if not path.name.endswith(".lock")]
-    return sorted(path for path in (*code[:-1], *images) if last_used(path) < oldest)
+    if keep_days <= 0:
+        return sorted((*code, *images))
+    return sorted(path for path in (*code[:-1], *images) if last_used(path) < now - keep_days * DAY_S)
 
 
 def last_used(path: Path) -> float:
@@ -61,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see the module."""
     parser = argparse.ArgumentParser(prog="python -m deploy.clean", description=__doc__.split("\n")[0])
     parser.add_argument("kit", type=Path, help="folder of this machine's kit")
-    parser.add_argument("--keep-days", type=float, default=7.0, help="what was used since then stays (default: 7)")
+    parser.add_argument(
+        "--keep-days", type=float, default=7.0, help="what was used since then stays (default: 7); 0: nothing does"
+    )
     parser.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")
     options = parser.parse_args(arguments)
     try:

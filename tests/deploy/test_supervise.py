@@ -163,3 +163,6 @@ def test_old_code_and_decoded_images_go_and_everything_else_stays(kits, capsys):
     left = {str(path.relative_to(state)) for path in state.rglob("*") if path.is_file()}
     assert there - left == {"flower/apps/a.1/x.py", "cache/images.npy"}, "the newest code stays"
     assert "freed" in capsys.readouterr().out
+    assert clean.main([str(kits.north.folder), "--keep-days", "0"]) == 0  # the hospital leaves
+    kept = {str(path.relative_to(state)) for path in state.rglob("*") if path.is_file()}
+    assert left - kept == {"flower/apps/b.2/x.py", "cache/fresh.npy"}, "the newest code goes too"

@@ -50,6 +50,8 @@ def test_a_template_names_at_its_top_what_it_takes(name):
 
 # -- systemd ----------------------------------------------------------------------------------------------------------
 
+SERVICES = [name for name in TEMPLATES["systemd"] if ".service." in name]
+
 
 def unit(name):
     parser = configparser.RawConfigParser(strict=False, interpolation=None)
@@ -58,10 +60,13 @@ def unit(name):
     return parser
 
 
-@pytest.mark.parametrize("name", TEMPLATES["systemd"])
+@pytest.mark.parametrize("name", SERVICES)
 def test_a_unit_always_restarts_and_may_write_to_its_state_only(name):
     service = unit(name)["Service"]
-    assert service["Restart"] == "always" and int(service["RestartSec"]) <= 10
+    if service["Type"] == "oneshot":
+        assert "Restart" not in service and "Install" not in unit(name), "a timer starts it"
+    else:
+        assert service["Restart"] == "always" and int(service["RestartSec"]) <= 10
     assert service["User"] == "consilium" and service["NoNewPrivileges"] == "true"
     assert service["ProtectSystem"] == "strict"
     assert service["ReadWritePaths"] == ("/var/lib/consilium" if "/site/" in name else "/var/lib/consilium-server")
@@ -73,6 +78,13 @@ def test_a_site_reads_its_data_and_keeps_its_gpu():
     service = unit("systemd/site/consilium-site.service.j2")["Service"]
     assert "/data/fl" in service["ReadOnlyPaths"].split() and "PrivateDevices" not in service
     assert "PrivateDevices" not in unit("systemd/server/consilium-server.service.j2")["Service"]
+
+
+def test_a_site_is_cleaned_every_week():
+    timer, service = (unit(f"systemd/site/consilium-clean.{kind}.j2") for kind in ("timer", "service"))
+    assert timer["Timer"]["OnCalendar"].startswith("Sun ") and timer["Timer"]["Persistent"] == "true"
+    assert timer["Install"]["WantedBy"] == "timers.target" and "Unit" not in timer["Timer"], "its own name's service"
+    assert service["Service"]["ExecStart"].endswith("-m deploy.clean /etc/consilium/kit")
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
