@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging.handlers
 import os
 import signal
 import sys
@@ -18,6 +19,28 @@ from federation.files import write_atomic
 GRACE_S = 10.0
 RESTART_S = 5.0
 LONGEST_LINE = 1 << 16
+LOG_DIR = "CONSILIUM_LOG_DIR"
+"""Names the folder in which the lines are kept as well: a container's own log goes away with the container."""
+LOG_BYTES, LOG_FILES = 10_000_000, 5
+
+
+def printer() -> Callable[[str], None]:
+    """Prints lines, and keeps them in the log folder where there is one; a folder that takes none stops nothing."""
+    logger = logging.Logger("start")
+    folder = os.environ.get(LOG_DIR)
+    if folder and not os.access(folder, os.W_OK):
+        print(f"start | the log folder {folder} cannot be written; its lines are here only", flush=True)
+    elif folder:
+        path = Path(folder) / "start.log"
+        kept = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES, delay=True)
+        kept.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        logger.addHandler(kept)
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        logger.info("%s", line)
+
+    return say
 
 
 @dataclass(frozen=True)
@@ -45,7 +68,7 @@ class Group:
     services: Sequence[Service]
     state_file: Path
     mark: str = ""
-    say: Callable[[str], None] = field(default=lambda line: print(line, flush=True))
+    say: Callable[[str], None] = field(default_factory=printer)
     _running: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
     _state: dict[str, dict[str, float]] = field(default_factory=dict)
 

@@ -196,6 +196,18 @@ def test_an_essential_service_ends_all_and_the_others_are_started_again(tmp_path
     assert seen[-1]["brief"]["starts"] >= 2 and not state.exists()
 
 
+def test_lines_are_kept_where_a_log_folder_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(services.LOG_DIR, str(tmp_path))
+    Group([], tmp_path / "state.json").tell("start", "north of chest-2026")
+    assert capsys.readouterr().out == "start | north of chest-2026\n"
+    (line,) = (tmp_path / "start.log").read_text().splitlines()
+    assert line.endswith(" start | north of chest-2026") and line[:2] == "20"
+    monkeypatch.setenv(services.LOG_DIR, str(tmp_path / "none"))
+    Group([], tmp_path / "state.json").tell("start", "goes on")
+    said = capsys.readouterr().out.splitlines()
+    assert "cannot be written" in said[0] and said[1] == "start | goes on"
+
+
 def test_a_stop_reaches_what_the_services_have_started(tmp_path):
     program = (
         "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from deploy.provision_plan import Federation
+from deploy.services import LOG_DIR
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 PLAN = {
@@ -107,7 +108,18 @@ def test_systemd_takes_the_unit(name, tmp_path):
 
 SERVICE_KEYS = {
     *("image", "command", "user", "restart", "read_only", "init", "cap_drop", "security_opt", "shm_size"),
-    *("tmpfs", "volumes", "healthcheck", "logging", "ports", "network_mode", "depends_on", "sysctls"),
+    *(
+        "tmpfs",
+        "volumes",
+        "healthcheck",
+        "logging",
+        "ports",
+        "network_mode",
+        "depends_on",
+        "sysctls",
+        "pid",
+        "environment",
+    ),
 }
 """Of the compose specification's service attributes those that the files use: another one is a slip of the pen."""
 
@@ -160,10 +172,31 @@ def test_hospitals_reach_the_proxy_and_not_the_superlink():
     there = services(SERVER)
     assert there["superlink"]["ports"] == ["8443:8443"]  # the proxy's, which shares the network
     assert there["proxy"]["network_mode"] == "service:superlink" and "ports" not in there["proxy"]
-    assert set(services(SERVER, server={"proxy": "none", "host": "127.0.0.1"})) == {"superlink"}
+    assert set(services(SERVER, server={"proxy": "none", "host": "127.0.0.1"})) == {"superlink", "supervise"}
     assert "sysctls" not in there["superlink"]
     low = services(SERVER, server={"port": 443})["superlink"]
     assert low["sysctls"] == {"net.ipv4.ip_unprivileged_port_start": 0}, "the proxy is not root"
+
+
+def test_the_supervisor_sees_the_processes_it_may_end_and_the_state_they_share():
+    there = services(SERVER)
+    supervise, superlink = there["supervise"], there["superlink"]
+    assert supervise["command"] == ["python", "-m", "deploy.supervise", "/etc/consilium/server"]
+    assert supervise["pid"] == supervise["network_mode"] == "service:superlink"
+    assert supervise["user"] == superlink["user"], "a process of another account could not be ended"
+    assert supervise["volumes"] == [v for v in superlink["volumes"] if v["type"] == "bind"]
+
+
+def test_a_site_keeps_the_hospitals_time():
+    (site,) = services(SITE).values()
+    mounted = {"type": "bind", "source": "/etc/localtime", "target": "/etc/localtime", "read_only": True}
+    assert mounted in site["volumes"]
+
+
+def test_the_log_volume_is_what_deploy_start_writes_to():
+    for service in (services(SITE)["supernode"], services(SERVER)["superlink"]):
+        (volume,) = (v for v in service["volumes"] if v["type"] == "volume")
+        assert service["environment"] == {LOG_DIR: volume["target"]}
 
 
 def test_health_checks_are_python_that_compiles():
@@ -184,6 +217,7 @@ def test_the_image_installs_the_tested_versions_and_runs_as_nobody():
     assert "constraints.txt" in copied and "deploy/install.py" in text
     assert [rest for step, rest in steps if step == "USER"] == ["10001:10001"]
     assert "pip install ." not in text
+    assert 'deploy/install.py "" dicom dp\n' in text, "differential privacy is a switch of every averaging method"
 
 
 def test_nothing_but_the_app_goes_into_the_image():
