@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import secrets
 from collections import Counter
 from collections.abc import Mapping
@@ -38,8 +39,8 @@ from client_app.incongruent_samples import (
 )
 from client_app.incongruent_teachers import align_to_teachers, public_embeddings
 from client_app.private_update import limited
-from client_app.site import Site
-from client_app.training import Fit, Job, Modules, Update, fit, on_meta, optimiser_for
+from client_app.site import Site, site_logger
+from client_app.training import Diverged, Fit, Job, Modules, Update, fit, on_meta, optimiser_for
 from datasets.records import IMAGE, REPORT, DataError
 from federation import seeding, wire
 from federation.cooccurrence import PAIR_COUNTS
@@ -68,6 +69,8 @@ EVALUATION_EXTRA = PAIR_COUNTS
 CALLED = 0.5
 """A label is called where its score is above this. Choice: the plain threshold, not one fitted to a split."""
 PROFILE_FILE = "profile"
+MAX_BAD_SHARE = 0.01
+"""Largest share of the samples seen in a training that may be left out for numbers that are not finite (spec 9)."""
 IMPUTATION_EPOCHS, IMPUTATION_LR = 5, 1e-3
 ENCODING_BATCH = 256
 
@@ -142,6 +145,7 @@ def train(site: Site, modules: Modules, job: Job) -> Update:
     pairs, previous = int(_pairs(samples, rows)), _previous(network, site, job)
     around = Around(kind, reference, previous, context, pairs, len(rows), job.precision)
     done = _fitted(network, samples, rows, around, site, job, totals)
+    _check_left_out(network, totals, site, job)
     if kind == "paired" and options.fits_imputation(job.server_round):
         _fit_imputation(network, samples, rows, job)
     if TEXT in trained and not job.settings.privacy.secure_sum:
@@ -239,6 +243,28 @@ def _fitted(
     )
 
 
+def _check_left_out(network: IncongruentNetwork, totals: Counter, site: Site, job: Job) -> None:
+    """Logs the samples that were left out. Raises DataError or Diverged above `MAX_BAD_SHARE` of those seen."""
+    images, logits = totals["bad images"], totals["bad logits"]
+    seen = totals["samples"] + images + logits
+    if images + logits:
+        site_logger(site.folder).warning(
+            "round=%s of %s samples seen in all epochs %s were left out for an image and %s for a score that is not "
+            "finite",
+            job.server_round,
+            seen,
+            images,
+            logits,
+        )
+    if images > MAX_BAD_SHARE * seen:
+        raise DataError(
+            f"{images} of {seen} images seen in training are not finite, {MAX_BAD_SHARE:.0%} may be; fix them"
+        )
+    buffers = sum(float(value.double().sum()) for value in network.buffers() if value.is_floating_point())
+    if images + logits > MAX_BAD_SHARE * seen or not math.isfinite(buffers):
+        raise Diverged(f"{logits} of {seen} samples gave scores that are not finite; lower training.lr")
+
+
 def _optimiser(network: nn.Module, job: Job) -> torch.optim.Optimizer:
     """AdamW without decay on norms and biases (spec 4.9), or the runtime's SGD."""
     area = job.settings.training
@@ -290,6 +316,10 @@ def _fit_imputation(network: IncongruentNetwork, samples: Samples, rows: np.ndar
     if len(rows) < 2:
         return
     image, text = _encoded(network, samples, rows, job)
+    sound = image.isfinite().all(dim=1) & text.isfinite().all(dim=1)
+    image, text = image[sound], text[sound]
+    if not len(image):
+        return
     for name, given, wanted in (("min_v2t", image, text), ("min_t2v", text, image)):
         net = getattr(network, name).requires_grad_(True)
         optimiser = torch.optim.Adam(net.parameters(), lr=IMPUTATION_LR)
@@ -309,9 +339,11 @@ def _prototypes(
         count = len(site.data.labels)
         return {"sums": torch.zeros(count, options.dim), "released": torch.zeros(count, dtype=torch.bool)}
     _, text = _encoded(network, samples, told, job)
+    sound = text.isfinite().all(dim=1).cpu()
+    text, told = text.cpu()[sound], told[sound.numpy()]
     targets = torch.from_numpy(samples.split.targets[told])
     sums, released = prototype_sums(
-        text.cpu(),
+        text,
         targets,
         targets >= 0,
         samples.patients[torch.from_numpy(told)],

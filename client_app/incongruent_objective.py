@@ -1,7 +1,7 @@
 """The loss of `incongruent` at a site (the project's incongruent specification, section 4.8).
 
 L = L_cls + la omega L_con + lc L_cons + lp L_proto + L_prox + nu L_out + lm L_mad.
-A term whose inputs are missing is 0.
+A term whose inputs are missing is 0. A sample whose image or logits are not finite is left out (spec section 9).
 The frozen global model runs once a batch for all terms that look at it.
 """
 
@@ -46,7 +46,10 @@ class Around:
 def objective(
     network: IncongruentNetwork, samples: Samples, around: Around, options, draws: torch.Generator, totals: Counter[str]
 ) -> Callable[[Tensor, Tensor | None, Tensor], Tensor]:
-    """The loss of a batch ``(rows, images, targets)``; adds every term, times the batch, to ``totals``."""
+    """The loss of a batch ``(rows, images, targets)``; adds every term, times the batch, to ``totals``.
+
+    So with ``bad images`` and ``bad logits``, the samples that are left out because theirs are not finite.
+    """
     context, unimodal = around.context, around.profile != "paired"
     omega = pairing_weight(around.num_pairs, around.num_records, options.align_rho)
     needs_reference = (
@@ -61,6 +64,13 @@ def objective(
         return torch.autocast(device.type, around.precision, enabled=around.precision is not None)
 
     def loss_of(rows: Tensor, images: Tensor | None, targets: Tensor) -> Tensor:
+        bad = _has_bad_image(images, samples.present[rows.cpu()])
+        totals["bad images"] += int(bad.sum())
+        return loss_of_sound(*_without(bad, rows, images, targets))
+
+    def loss_of_sound(rows: Tensor, images: Tensor | None, targets: Tensor) -> Tensor:
+        if not len(rows):
+            return torch.zeros((), device=targets.device, requires_grad=True)
         device = targets.device
         index = rows.cpu()
         present, sources = samples.present[index].to(device), samples.sources[index]
@@ -70,6 +80,10 @@ def objective(
         with half(device):
             image, text = network.encode(images, tokens, present)
             seen = network.fuse(image, text, present, impute=options.impute, sources=sources.to(device))
+        bad = ~seen.logits.isfinite().all(dim=1)
+        if bad.any():  # again without them: a masked loss still sends 0 * NaN back through them
+            totals["bad logits"] += int(bad.sum())
+            return loss_of_sound(*_without(bad.cpu(), rows, images, targets))
         parts = {"classification": _classification(seen, targets, known, sources, context, options)}
         pairs = samples.there[index].all(dim=1).to(device)
         if options.align_lambda * omega > 0:
@@ -142,6 +156,24 @@ def objective(
             return network.fuse(image, text, shown, sources=sources).logits, shown
 
     return loss_of
+
+
+def _has_bad_image(images: Tensor | None, present: Tensor) -> Tensor:
+    """Samples with an image that is not finite, ``(B,) bool``. What stands in place of an absent one is not looked at.
+
+    Found before the networks run: one such image would spoil BatchNorm's statistics of its whole batch.
+    """
+    if images is None:
+        return torch.zeros(len(present), dtype=torch.bool)
+    return present[:, IMAGE] & ~images.flatten(1).sum(dim=1).isfinite().cpu()
+
+
+def _without(bad: Tensor, rows: Tensor, images: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The batch without its bad samples, ``bad (B,) bool`` on the CPU."""
+    if not bad.any():
+        return rows, images, targets
+    rows, images, targets = (None if part is None else part[~bad.to(part.device)] for part in (rows, images, targets))
+    return rows, images, targets
 
 
 def _classification(

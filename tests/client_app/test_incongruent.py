@@ -17,14 +17,14 @@ from client_app.egress import verify
 from client_app.incongruent_objective import Around, objective
 from client_app.incongruent_samples import read_samples
 from client_app.site import open_site
-from client_app.training import Job
+from client_app.training import Diverged, Job
 from datasets.records import IMAGE, REPORT, DataError
 from federation import wire
 from federation.cooccurrence import PAIR_COUNTS
 from federation.differential_privacy import update_norm
 from federation.metrics import ScoreHistogram
 from federation.settings import Settings
-from models.incongruent import MODULES, split_state
+from models.incongruent import MODULES, IncongruentNetwork, split_state
 from models.incongruent_exchange import CONTEXT, PROTOTYPES
 from models.incongruent_prototypes import empty_library
 from strategies.initial import seeded
@@ -97,6 +97,62 @@ def test_planted_nan_in_an_absent_image_changes_no_bit(at, monkeypatch):
         assert wire.content_sha256(RecordDict({"m": wire.encode(state)})) == wire.content_sha256(
             RecordDict({"m": wire.encode(dirty.modules[name])})
         ), name
+
+
+def planting(monkeypatch, bad):
+    """From here on the images of these rows of the training split are not numbers."""
+    original = incongruent_samples.load_batch
+
+    def planted(split, picked, *rest):
+        images, targets = original(split, picked, *rest)
+        images[torch.from_numpy(np.isin(picked, bad))] = float("nan")
+        return images, targets
+
+    monkeypatch.setattr(incongruent_samples, "load_batch", planted)
+
+
+@pytest.mark.parametrize("profile", ["paired", "image"])
+def test_one_bad_image_of_200_is_left_out_and_three_are_an_error(at, monkeypatch, profile):
+    sizes = {"train": 200, "val": 4, "test": 4}
+    site, modules, job = at(profile, rows=ward("a", profile, sizes), impute=True, training__batch_size=50)
+    planting(monkeypatch, [7])
+    update = incongruent.train(site, modules, job())
+    assert np.isfinite(update.loss_sum)
+    for state in update.modules.values():
+        assert all(torch.as_tensor(value).double().isfinite().all() for value in state.values())
+    assert "of 200 samples seen in all epochs 1 were left out for an image" in (site.folder / "site.log").read_text()
+    planting(monkeypatch, [7, 8, 9])
+    with pytest.raises(DataError, match="3 of 200 images"):
+        incongruent.train(site, modules, job())
+
+
+def test_sample_whose_scores_are_not_finite_is_left_out_of_the_batch(at, monkeypatch):
+    """The rest gives the loss that it gives alone; a batch with nothing left costs nothing."""
+    site, modules, job = at(align_lambda=0.0, prox_mode="off")
+    original = IncongruentNetwork.fuse
+
+    def fuse(self, image, text, present, **named):
+        seen = original(self, image, text, present, **named)
+        factors = torch.ones(len(present), 1)
+        factors[0] = float("nan") if len(present) > 2 else 1.0
+        return seen._replace(logits=seen.logits * factors)
+
+    alone = parts_of(site, modules, job(), [1, 2])[0]
+    monkeypatch.setattr(IncongruentNetwork, "fuse", fuse)
+    value, totals = parts_of(site, modules, job(), [0, 1, 2])
+    assert value.isfinite() and totals["bad logits"] == 1 and totals["samples"] == 2
+    assert value.item() == pytest.approx(alone.item(), rel=0.5)  # the dropout of another draw
+    planting(monkeypatch, [0, 1])
+    value, totals = parts_of(site, modules, job(), [0, 1])
+    assert value == 0 and totals["bad images"] == 2 and totals["samples"] == 0
+
+
+def test_scores_that_are_not_finite_for_more_than_one_in_a_hundred_are_divergence(at):
+    site, modules, job = at()
+    network, _ = incongruent._opened(site, {n: s for n, s in modules.items() if n in MODULES}, job(), "train")
+    incongruent._check_left_out(network, Counter({"samples": 99, "bad logits": 1}), site, job())
+    with pytest.raises(Diverged, match="2 of 100 samples"):
+        incongruent._check_left_out(network, Counter({"samples": 98, "bad logits": 2}), site, job())
 
 
 @pytest.mark.parametrize("profile", ["image", "text"])
