@@ -122,6 +122,7 @@ def profile(site: Site, settings: Settings, half: ModuleType) -> RecordDict:
     """
     data = site.data
     train = data.splits["train"]
+    _log_left_out(site)
     rows = half.learnable(train, settings) if hasattr(half, "learnable") else training.usable(train)
     counts = class_counts(train.targets[rows])
 
@@ -151,6 +152,19 @@ def profile(site: Site, settings: Settings, half: ModuleType) -> RecordDict:
     if hasattr(half, "profile"):
         content[wire.EXTRA] = MetricRecord(half.profile(site, settings))
     return content
+
+
+def _log_left_out(site: Site) -> None:
+    """A line in the site's log for every split of which samples were dropped or images could not be read."""
+    for name, split in site.data.splits.items():
+        if split.dropped or split.unreadable:
+            site_logger(site.folder).warning(
+                "%s: %s samples stay; dropped: %s, images that could not be read: %s",
+                name,
+                len(split),
+                split.dropped,
+                split.unreadable,
+            )
 
 
 def modalities(data: SiteData) -> list[str]:

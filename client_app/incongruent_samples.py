@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client_app.site import Site
+from client_app.site import Site, site_logger
 from client_app.training import load_batch
 from datasets.records import IMAGE, REPORT, SiteData, Split
 from datasets.site import class_counts, hidden_labels, is_small
@@ -158,6 +158,8 @@ def card_numbers(site: Site, settings: Settings) -> Mapping[str, int | list[int]
     shown = np.where(is_small(pairs, least) | hidden[:, None] | hidden, -1, pairs)
     reads = bool(present[:, REPORT].any())
     sha256 = tokenizer(options.text_dir, options.vocab_size).sha256 if reads else "0"
+    if reads:
+        _log_truncated(site, settings)
     return {
         "images": int(present[:, IMAGE].sum()),
         "reports": int(present[:, REPORT].sum()),
@@ -165,6 +167,16 @@ def card_numbers(site: Site, settings: Settings) -> Mapping[str, int | list[int]
         "pair_counts": [int(value) for value in shown.ravel()],
         "tokenizer": int(sha256[:15], 16),
     }
+
+
+def _log_truncated(site: Site, settings: Settings) -> None:
+    """A line in the site's log for every split with reports that are longer than the text encoder reads."""
+    read = tokenizer(settings.options.text_dir, settings.options.vocab_size)
+    for name, split in site.data.splits.items():
+        if cut := read(split.reports).truncated:
+            site_logger(site.folder).warning(
+                "%s: %s of %s reports are longer than the text encoder reads and were cut", name, cut, len(split)
+            )
 
 
 def cooccurrence_numbers(

@@ -179,6 +179,22 @@ def test_odd_reports_and_images_are_absent_or_cut(at):
     assert samples.studies[2] == samples.studies[3] and len(samples.studies.unique()) == 7
 
 
+def test_log_tells_what_was_dropped_unreadable_or_cut(at, tmp_path):
+    rows = ward("a", "paired", SIZES)
+    rows[1]["report"], rows[2]["report"] = "word " * 500, ""
+    _, _, job = at()
+    root = write(tmp_path / "broken", rows)
+    for row in (rows[0], rows[2]):
+        (root / row["image"]).write_bytes(b"no image")
+    node = {"site": "a", "data-root": str(root), "state-dir": str(tmp_path / "state")}
+    site = replace(open_site(job().settings, node, tmp_path), consents=None)
+    handler.profile(site, job().settings, incongruent)
+    log = (site.folder / "site.log").read_text()
+    assert "train: 7 samples stay; dropped: 1, images that could not be read: 2" in log
+    assert "train: 1 of 7 reports are longer than the text encoder reads and were cut" in log
+    assert "val:" not in log and rows[0]["patient"] not in log
+
+
 def test_image_that_cannot_be_decoded_is_an_absent_one(at, tmp_path):
     rows = ward("a", "paired", SIZES)
     site, modules, job = at(rows=rows)
