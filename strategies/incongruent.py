@@ -53,7 +53,13 @@ from strategies.evaluation import PooledScores
 from strategies.gate import Reply
 from strategies.incongruent_area import IncongruentArea
 from strategies.incongruent_coverage import Coverage, CoverageError
-from strategies.incongruent_rules import card_contradiction, contradictions, pair_count_contradiction
+from strategies.incongruent_rules import (
+    card_contradiction,
+    contradictions,
+    epochs_outside,
+    no_pairs_to_impute_from,
+    pair_count_contradiction,
+)
 from strategies.progress import Modules
 from strategies.scheduling import paired_quota, stratified
 from strategies.secure_round import SecureMean
@@ -92,8 +98,10 @@ class Incongruent(FederatedStrategy):
         if task != "multilabel":
             raise CardError(f"incongruent needs multi-label data, the sites have a {task} task")
         self._freeze_profiles()
+        if problem := no_pairs_to_impute_from(self._profiles, self.options):
+            raise CardError(problem)
         modules = {module for profile in self._profiles.values() for module in self.options.site_modules(profile)}
-        if self.options.impute and "paired" in self._profiles.values():
+        if self.options.impute:
             modules |= set(IMPUTATION)
         return build_incongruent(
             len(labels),
@@ -145,6 +153,8 @@ class Incongruent(FederatedStrategy):
             )
         if "paired" not in self._profiles.values() and self.options.modality == "any":
             log(WARNING, "no site has pairs: the gate stays as it starts and nothing aligns images with reports")
+        if outside := epochs_outside(self._profiles, self.options):
+            log(WARNING, "unusual local epochs, the method expects others: incongruent.%s", ", ".join(outside))
         log(INFO, "profiles: %s", ", ".join(f"{site} {profile}" for site, profile in sorted(self._profiles.items())))
 
     def _global_counts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:

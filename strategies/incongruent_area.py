@@ -56,7 +56,9 @@ class IncongruentArea(MethodArea):
     prox_mode: Literal["both", "params", "output", "off"] = Field("both", description="on the fusion only (4.5)")
     prox_mu: float = Field(0.01, ge=0, le=100)
     prox_nu: float = Field(0.1, ge=0, le=100)
-    mad_lambda: float = Field(0.0, ge=0, le=10, description="0.5 in the paper's preset (4.6)")
+    mad_lambda: float = Field(
+        0.0, ge=0, le=10, description="weight of the distillation by modality, 0.5 in the paper (4.6)"
+    )
     mad_temperature: float = Field(2.0, gt=0, le=20)
     impute: bool = Field(False, description="MIN: guess the absent modality in training (3.6)")
     impute_refresh: int = Field(5, ge=1, description="rounds between two fits of the imputation nets")

@@ -66,6 +66,30 @@ def contradictions(settings: Settings) -> list[str]:
     return found
 
 
+def no_pairs_to_impute_from(profiles: Mapping[str, str], options) -> str:
+    """Why the imputation nets cannot be had with these sites' profiles, "" where they can (spec 9)."""
+    if not (options.impute or options.infer_impute) or "paired" in profiles.values():
+        return ""
+    found = ", ".join(f"{site} {profile!r}" for site, profile in sorted(profiles.items()))
+    return (
+        f"incongruent.impute = true learns from pairs of an image and its report, so at least one site must have the "
+        f"profile 'paired'; found {found}; let such a site take part, or set impute and infer_impute = false"
+    )
+
+
+EPOCHS = {"paired": (3, 5), "image": (1, 2), "text": (1, 2)}
+"""Local epochs that the specification expects of each profile, from and to (4.9)."""
+
+
+def epochs_outside(profiles: Mapping[str, str], options) -> list[str]:
+    """Settings of local epochs, of the profiles that are there, that are outside `EPOCHS`."""
+    there = [name for name in EPOCHS if name in profiles.values()]
+    wrong = [name for name in there if not EPOCHS[name][0] <= options.epochs(name) <= EPOCHS[name][1]]
+    return [
+        f"epochs_{name} = {options.epochs(name)} (expected {EPOCHS[name][0]} to {EPOCHS[name][1]})" for name in wrong
+    ]
+
+
 def card_contradiction(card: SiteCard, profile: str) -> str:
     """What in a card does not fit its own counts, "" where all does."""
     counts, size = card.extra, len(card.labels)

@@ -13,6 +13,7 @@ from federation.blocks import four_blocks
 from federation.cooccurrence import PAIR_COUNTS, false_positive_lift
 from models.incongruent_exchange import CONTEXT, PROTOTYPES
 from strategies.aggregation import StreamingMean
+from strategies.cards import CardError
 from strategies.incongruent import CoverageError
 from strategies.scheduling import paired_quota
 from tests.strategies.incongruent_wards import LABELS, federate, run_config, ward, wards, write
@@ -140,6 +141,20 @@ def test_critical_label_is_measured_at_the_threshold_of_validation(run):
     if test is not None:
         assert notes.summaries["test-2"]["recall of cat"] == pytest.approx(test.sensitivity(thresholds)[0])
     assert set(strategy.state_dict()) >= {"critical", "covered/text"}
+
+
+def test_imputation_without_a_paired_site_is_refused_with_the_profiles(tmp_path):
+    small = write(tmp_path / "data", wards({"c-image": "image", "e-text": "text"}, sizes=SMALL))
+    with pytest.raises(CardError, match=r"found c-image 'image', e-text 'text'; let such a site take part"):
+        federate(run_config(small, tmp_path / "runs", impute=True))
+
+
+def test_local_epochs_outside_those_of_the_method_are_told_once(root, tmp_path, caplog):
+    with caplog.at_level("WARNING", logger="flwr"):
+        federate(run_config(root, tmp_path, epochs_image=3, federation__rounds=1, topk_ratio=1.0))
+    said = [record.getMessage() for record in caplog.records if "local epochs" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].endswith("epochs_paired = 1 (expected 3 to 5), epochs_image = 3 (expected 1 to 2)")
 
 
 def test_module_that_nobody_trains_ends_the_run_unless_warned(root, tmp_path):
