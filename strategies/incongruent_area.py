@@ -57,7 +57,10 @@ class IncongruentArea(MethodArea):
     prox_mu: float = Field(0.01, ge=0, le=100)
     prox_nu: float = Field(0.1, ge=0, le=100)
     mad_lambda: float = Field(
-        0.0, ge=0, le=10, description="weight of the distillation by modality, 0.5 in the paper (4.6)"
+        0.0,
+        ge=0,
+        le=10,
+        description="distillation by modality; the specification takes 0.5 for the papers' routes (4.6)",
     )
     mad_temperature: float = Field(2.0, gt=0, le=20)
     impute: bool = Field(False, description="MIN: guess the absent modality in training (3.6)")
