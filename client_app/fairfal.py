@@ -30,7 +30,7 @@ from federation import seeding, wire
 from federation.files import write_atomic
 from federation.settings import Settings
 from models import fairfal, selection
-from models.fairfal_exchange import ANSWERS, COUNTS, STATS, closes_cycle, cycle_of, learning_rate
+from models.fairfal_exchange import ANSWERS, COUNTS, ONE_CLASS, STATS, closes_cycle, cycle_of, learning_rate
 from models.fairfal_select import Samples, memberships
 
 __all__ = ["answer", "answer_numbers", "build", "learnable", "specs", "train"]
@@ -123,12 +123,17 @@ def _requested(pool: Pool, picks: Picks, cycle: int, site: Site, settings: Setti
 
 
 def imbalance(site: Site, pool: Pool, modules: Modules, job: Job, cycle: int) -> float:
-    """gamma of the received model on what was labelled before a cycle (spec 5.2). Raises NothingLabelled."""
+    """gamma of the received model on what was labelled before a cycle (spec 5.2). Raises NothingLabelled.
+
+    `ONE_CLASS` where at most one class is labelled and such sites are left out of the mean (spec 14).
+    """
     part = labelled_part(site, known_at(pool, cycle - 1))
-    network = received_network(part, modules, job, build)
-    seen = seen_by(network, part, job, np.arange(len(part.data.splits["train"])))
     labels = _labels(part)
     present = memberships(labels, len(site.data.labels)).any(dim=0)
+    if job.settings.options.skip_single_class and int(present.sum()) <= 1:
+        return ONE_CLASS
+    network = received_network(part, modules, job, build)
+    seen = seen_by(network, part, job, np.arange(len(part.data.splits["train"])))
     if not bool(present.any()):  # multi-label images without a finding
         return 1.0
     return fairfal.imbalance_ratio(_prior(seen.logits, labels, job), present.tolist())

@@ -18,6 +18,9 @@ ANSWERS: Mapping[str, Mapping[str, str]] = {
 }
 """What a site answers to each question (spec 6). ``noisy_counts`` is asked for by one switch only (spec 17-3)."""
 
+ONE_CLASS = 0.0
+"""The ``gamma`` of a site of one class that ``fairfal.skip_single_class`` leaves out of the mean (spec 14)."""
+
 DECAY_AFTER, DECAY = 0.75, 0.1
 
 

@@ -32,6 +32,7 @@ from models.fairfal import inverse_class_weights, proportional_budgets
 from models.fairfal_exchange import (
     ANSWERS,
     COUNTS,
+    ONE_CLASS,
     SELECT,
     STATS,
     area_under_curve,
@@ -90,6 +91,7 @@ class FairFALArea(MethodArea):
     soft_tau: float = Field(0.0, ge=0, le=10, description="width of a soft mix of both models; 0: the hard switch")
     gamma_momentum: float = Field(1.0, ge=0, le=1, description="share of the old mean gamma in each cycle; 1: frozen")
     min_gamma_sites: int = Field(2, ge=1, description="gammas that their mean needs (1 in a federation of one)")
+    skip_single_class: bool = Field(False, description="leave sites of one labelled class out of the mean gamma")
     grad_model: Literal["auto", "global", "local"] = "auto"
     balanced_prior: Literal["upsample", "class_mean"] = "upsample"
     normalise_prototypes: bool = True
@@ -223,6 +225,8 @@ class FairFAL(FederatedStrategy):
             gamma = float(numbers["gamma"])
             if 0 < gamma <= 1:
                 gammas.append(gamma)
+            elif gamma == ONE_CLASS and self.options.skip_single_class:
+                log(INFO, "\t├── %s: one class only is labelled there; left out of the mean gamma", card.site)
             else:
                 log(WARNING, "\t├── %s: gamma is %s, expected above 0 and at most 1; left out", card.site, gamma)
         needed = min(self.options.min_gamma_sites, len(self.table.trainable))

@@ -21,6 +21,7 @@ from datasets.annotation_store import change, read_pool
 from datasets.records import DataError
 from federation.settings import Settings
 from models import fairfal as maths
+from models.fairfal_exchange import ONE_CLASS
 from strategies.initial import seeded
 from tests.strategies.fairfal_data import LABELS, config_of, write_data
 
@@ -186,6 +187,19 @@ def test_a_site_without_labels_sends_no_gamma(at_site):
     site, job, modules = at_site()
     with pytest.raises(NothingLabelled):
         ask(site, job, modules, "stats", cycle=2)
+
+
+def test_a_site_of_one_class_sends_gamma_1_unless_such_sites_are_left_out(at_site):
+    for skips, expected in ((False, 1.0), (True, ONE_CLASS)):
+        site, job, modules = at_site(fairfal__skip_single_class=skips)
+        ask(site, job, modules, budget=1)
+        assert ask(site, job, modules, "stats", cycle=2) == {"gamma": expected}
+
+
+def test_a_site_of_two_classes_is_never_left_out(at_site):
+    site, job, modules = at_site(fairfal__skip_single_class=True)
+    ask(site, job, modules)
+    assert 0 < ask(site, job, modules, "stats", cycle=2)["gamma"] <= 1
 
 
 def test_noise_of_counts_is_the_sites_own_and_stays_the_same(at_site):

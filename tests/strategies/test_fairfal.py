@@ -10,6 +10,7 @@ import torch
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from safetensors.torch import load_file
 
+from client_app import fairfal as client_fairfal
 from client_app.site import open_site
 from federation import seeding, wire
 from federation.settings import Settings, SettingsError
@@ -157,6 +158,24 @@ def test_a_gamma_that_is_none_is_left_out_and_too_few_are_asked_again(config):
     assert any("gamma is 0.0" in line for line in lines) and any("asked again" in line for line in lines)
     told = {(c["config"]["cycle"], c["config"].get("gamma_bar")) for _, _, q, c, _ in seen if q == "select"}
     assert (2, 1.0) in told and all(bar not in (None, 1.0) for cycle, bar in told if cycle == 3)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_site_of_one_class_lifts_the_mean_gamma_unless_it_is_left_out(config, monkeypatch, skips):
+    def of_one_class(site):
+        labels = whole(site)
+        return torch.zeros_like(labels) if site.name == SITES[0] else labels
+
+    whole = client_fairfal._labels
+    monkeypatch.setattr(client_fairfal, "_labels", of_one_class)
+    seen = []
+    with server_log() as lines:
+        outcome = run(config(fairfal__skip_single_class=skips), faults=watching(seen))
+    gammas = {site: reply[wire.EXTRA]["gamma"] for site, _, q, _, reply in seen if q == "stats"}
+    assert gammas[SITES[0]] == (0.0 if skips else 1.0)
+    counted = [gamma for site, gamma in gammas.items() if not skips or site != SITES[0]]
+    assert cycles(outcome)["gamma_bar"] == pytest.approx(sum(counted) / len(counted))
+    assert any("one class only is labelled there" in line for line in lines) == skips
 
 
 def test_gamma_refresh_moves_the_mean_and_random_asks_for_none(config):
