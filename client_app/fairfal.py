@@ -22,7 +22,7 @@ from client_app.fairfal_models import LAST, Seen, build, distilled_network, loca
 from client_app.fairfal_pool import POOL, frozen_labels, known_at, labelled_part, open_site_pool, pool_rows, rows_of
 from client_app.fairfal_rules import LAST_ROUND_RULES, TWO_MODEL_RULES, View, picked_by
 from client_app.site import Site, site_logger
-from client_app.training import Job, Modules, Update, change, fit, on_meta, received_network
+from client_app.training import Diverged, Job, Modules, Update, change, fit, on_meta, received_network
 from datasets.annotation_pool import Pool, Reason, oracle, request
 from datasets.annotation_store import change as change_pool
 from datasets.records import PRESENT, Split
@@ -174,15 +174,15 @@ def choose(site: Site, pool: Pool, modules: Modules, job: Job, cycle: int) -> Pi
     draws = seeding.generator(job.settings.seed, "picks", cycle, site.name)
     if cycle == 1 or options.rule == "random":
         positions = selection.random(len(pool.unlabelled), budget, draws)
-        return _picks(pool, positions, lambda position: Reason("drawn at random"))
+        return _picks(pool.unlabelled, positions, lambda position: Reason("drawn at random"))
     part = _known_part(site, pool, cycle)
     view = _view(site, part, pool, modules, job, cycle)
     if options.rule == "fairfal":
-        return _two_stage(site, pool, view, job, budget)
+        return _two_stage(site, view, job, budget)
 
     def distilled() -> Seen:
         assert part is not None
-        return seen_by(distilled_network(part, modules, job, cycle), site, job, _rows(site, pool, cycle))
+        return seen_by(distilled_network(part, modules, job, cycle), site, job, _rows(site, pool, cycle, view.ids))
 
     positions = picked_by(
         options.rule,
@@ -193,12 +193,12 @@ def choose(site: Site, pool: Pool, modules: Modules, job: Job, cycle: int) -> Pi
         residuals=lambda logits: fairfal.residuals(logits, multilabel=view.multilabel),
         distilled=distilled,
     )
-    return _picks(pool, positions, lambda position: Reason(f"picked by the rule {options.rule}"))
+    return _picks(view.ids, positions, lambda position: Reason(f"picked by the rule {options.rule}"))
 
 
-def _picks(pool: Pool, positions: Tensor, reason_of) -> Picks:
+def _picks(ids: tuple[str, ...], positions: Tensor, reason_of) -> Picks:
     ordered = positions.sort().values.tolist()
-    return Picks(tuple(pool.unlabelled[i] for i in ordered), tuple(reason_of(i) for i in ordered))
+    return Picks(tuple(ids[i] for i in ordered), tuple(reason_of(i) for i in ordered))
 
 
 def _known_part(site: Site, pool: Pool, cycle: int) -> Site | None:
@@ -207,22 +207,28 @@ def _known_part(site: Site, pool: Pool, cycle: int) -> Site | None:
     return labelled_part(site, known) if known else None
 
 
-def _rows(site: Site, pool: Pool, cycle: int) -> np.ndarray:
-    """Rows of the labelled samples, then of the pool."""
-    return np.concatenate([rows_of(site, known_at(pool, cycle - 1)), rows_of(site, pool.unlabelled)])
+def _rows(site: Site, pool: Pool, cycle: int, ids: tuple[str, ...]) -> np.ndarray:
+    """Rows of the labelled samples, then of these of the pool."""
+    return np.concatenate([rows_of(site, known_at(pool, cycle - 1)), rows_of(site, ids)])
 
 
 def _view(site: Site, part: Site | None, pool: Pool, modules: Modules, job: Job, cycle: int) -> View:
-    """What both models see, each in one pass over labelled and pool images, and which is trusted (spec 5.2)."""
-    options, log, rows = job.settings.options, site_logger(site.folder), _rows(site, pool, cycle)
+    """What both models see, each in one pass over labelled and pool images, and which is trusted (spec 5.2).
+
+    With ``skip_not_finite`` without the images of the pool of which either says what is not finite (spec 14). Choice:
+    that of a labelled image stays an error, for the picks depend on all of them.
+    """
+    options, log, ids = job.settings.options, site_logger(site.folder), pool.unlabelled
+    rows = _rows(site, pool, cycle, ids)
+    num_checked = len(rows) - len(ids) if options.skip_not_finite else len(rows)
     multilabel, num_labels = site.data.task == "multilabel", len(site.data.labels)
-    by_global = seen_by(received_network(site, modules, job, build), site, job, rows)
+    by_global = seen_by(received_network(site, modules, job, build), site, job, rows, num_checked)
     if empty := int((by_global.features == 0).all(dim=1).sum()):
         log.warning("cycle=%s %s of %s images have features that are all zero", cycle, empty, len(rows))
     if part is None:
         log.warning("cycle=%s nothing is labelled: the global model alone, all images in one bucket", cycle)
         labels = torch.empty((0, num_labels) if multilabel else (0,), dtype=torch.int64)
-        return View(by_global, by_global, labels, 1.0, multilabel)
+        return _finite(View(ids, by_global, by_global, labels, 1.0, multilabel), site, cycle)
     labels, by_local = _labels(part), by_global
     present = memberships(labels, num_labels).any(dim=0).tolist()
     if not all(present):
@@ -230,8 +236,20 @@ def _view(site: Site, part: Site | None, pool: Pool, modules: Modules, job: Job,
         log.warning("cycle=%s blind classes, never labelled here: %s", cycle, ", ".join(blind))
     if _needs_local(job):
         kind = "last_fl" if options.rule in LAST_ROUND_RULES else options.local_model
-        by_local = seen_by(local_network(part, modules, job, cycle, kind), site, job, rows)
-    return View(by_global, by_local, labels, _weight(by_global, by_local, labels, site, job, cycle), multilabel)
+        by_local = seen_by(local_network(part, modules, job, cycle, kind), site, job, rows, num_checked)
+    weight = _weight(by_global, by_local, labels, site, job, cycle)
+    return _finite(View(ids, by_global, by_local, labels, weight, multilabel), site, cycle)
+
+
+def _finite(view: View, site: Site, cycle: int) -> View:
+    """The view without bad images of the pool, whose number the log says. Raises Diverged where no other is there."""
+    good = view.without_bad()
+    if num_bad := len(view.ids) - len(good.ids):
+        told = f"{num_bad} of {len(view.ids)} images of the pool have values that are not finite"
+        if not good.ids:
+            raise Diverged(f"{site.name}: {told}")
+        site_logger(site.folder).warning("cycle=%s %s: not picked from", cycle, told)
+    return good
 
 
 def _needs_local(job: Job) -> bool:
@@ -263,7 +281,7 @@ def _weight(by_global: Seen, by_local: Seen, labels: Tensor, site: Site, job: Jo
     return weight
 
 
-def _two_stage(site: Site, pool: Pool, view: View, job: Job, budget: int) -> Picks:
+def _two_stage(site: Site, view: View, job: Job, budget: int) -> Picks:
     """FairFAL's own picks: prototypes, uncertainty, gradient embeddings, quotas, k-center (spec 5.3 to 5.7)."""
     options, labels = job.settings.options, view.labels
     features = view.by_global.features.double()
@@ -297,7 +315,7 @@ def _two_stage(site: Site, pool: Pool, view: View, job: Job, budget: int) -> Pic
     def reason_of(position: int) -> Reason:
         return Reason(text, site.data.labels[int(pseudo[position])], float(scores[position]))
 
-    return _picks(pool, torch.cat(positions), reason_of)
+    return _picks(view.ids, torch.cat(positions), reason_of)
 
 
 def _prior(logits: Tensor, labels: Tensor, job: Job) -> Tensor:

@@ -36,8 +36,12 @@ class Seen(NamedTuple):
     logits: Tensor
     features: Tensor
 
-    def rows(self, index: slice) -> Seen:
+    def rows(self, index: slice | Tensor) -> Seen:
         return Seen(self.logits[index], self.features[index])
+
+    def finite(self) -> Tensor:
+        """Which images have only finite values, ``(n,) bool``."""
+        return self.logits.isfinite().all(dim=1) & self.features.isfinite().all(dim=1)
 
 
 def build(labels: tuple[str, ...], settings: Settings) -> FeatureNetwork:
@@ -46,10 +50,11 @@ def build(labels: tuple[str, ...], settings: Settings) -> FeatureNetwork:
 
 
 @torch.no_grad()
-def seen_by(network: FeatureNetwork, site: Site, job: Job, rows: np.ndarray) -> Seen:
+def seen_by(network: FeatureNetwork, site: Site, job: Job, rows: np.ndarray, num_checked: int | None = None) -> Seen:
     """Logits and features of rows of the training split, evaluation mode, no augmentation, in batches.
 
     Raises Diverged with the number of images that have a value that is not finite: such a model picks nothing.
+    ``num_checked``: only so many, the first, have to be finite; None: all.
     """
     split, unused = site.data.splits["train"], torch.Generator()
     network.to(job.device).eval()
@@ -60,12 +65,13 @@ def seen_by(network: FeatureNetwork, site: Site, job: Job, rows: np.ndarray) -> 
         logits, features = network.outputs(images.to(job.device))
         parts.append((logits.float().cpu(), features.float().cpu()))
     logits, features = (torch.cat(column) for column in zip(*parts, strict=True))
-    is_bad = ~(logits.isfinite().all(dim=1) & features.isfinite().all(dim=1))
+    seen = Seen(logits, features)
+    is_bad = ~seen.finite()[:num_checked]
     if bool(is_bad.any()):
         raise Diverged(
-            f"{site.name}: the model gives {int(is_bad.sum())} of {len(rows)} images values that are not finite"
+            f"{site.name}: the model gives {int(is_bad.sum())} of {len(is_bad)} images values that are not finite"
         )
-    return Seen(logits, features)
+    return seen
 
 
 def local_network(site: Site, modules: Modules, job: Job, cycle: int, kind: str) -> FeatureNetwork:

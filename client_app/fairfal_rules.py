@@ -7,7 +7,7 @@ its paper gives it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,10 +26,12 @@ TWO_MODEL_RULES = ("logo", "kafal", "feal", "ifal", "ensemble_logit", "ensemble_
 class View:
     """What a query sees: the labelled images first, then those of the pool.
 
-    ``labels``: class numbers ``(n,)``, or ``(n, C)`` 1, 0, -1 in multi-label data. ``weight``: how much the global
-    model's uncertainty counts, 0..1. ``by_local`` is ``by_global`` where the rule needs no local model.
+    ``ids``: those of the pool's images. ``labels``: class numbers ``(n,)``, or ``(n, C)`` 1, 0, -1 in multi-label data.
+    ``weight``: how much the global model's uncertainty counts, 0..1. ``by_local`` is ``by_global`` where the rule needs
+    no local model.
     """
 
+    ids: tuple[str, ...]
     by_global: Seen
     by_local: Seen
     labels: Tensor
@@ -48,6 +50,12 @@ class View:
     def trusted(self) -> Seen:
         """The model that rules of one model ask."""
         return self.by_global if self.weight >= 0.5 else self.by_local
+
+    def without_bad(self) -> View:
+        """The view without the images of the pool of which a model says what is not finite (spec 14)."""
+        is_good = self.by_global.finite() & self.by_local.finite()
+        ids = tuple(id for id, good in zip(self.ids, is_good[self.pool].tolist(), strict=True) if good)
+        return replace(self, ids=ids, by_global=self.by_global.rows(is_good), by_local=self.by_local.rows(is_good))
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """``(n, C) float64``: softmax, or sigmoids in multi-label data."""

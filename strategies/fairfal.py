@@ -92,6 +92,7 @@ class FairFALArea(MethodArea):
     gamma_momentum: float = Field(1.0, ge=0, le=1, description="share of the old mean gamma in each cycle; 1: frozen")
     min_gamma_sites: int = Field(2, ge=1, description="gammas that their mean needs (1 in a federation of one)")
     skip_single_class: bool = Field(False, description="leave sites of one labelled class out of the mean gamma")
+    skip_not_finite: bool = Field(False, description="never pick images of which a model says what is not finite")
     grad_model: Literal["auto", "global", "local"] = "auto"
     balanced_prior: Literal["upsample", "class_mean"] = "upsample"
     normalise_prototypes: bool = True

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from client_app import fairfal
+from client_app import fairfal, fairfal_models
 from client_app.fairfal_models import Seen, local_network, seen_by
 from client_app.fairfal_pool import NothingLabelled, frozen_labels, known_at, labelled_part, open_site_pool, rows_of
 from client_app.handler import profile
@@ -337,6 +337,56 @@ def test_a_model_that_is_not_finite_picks_nothing_and_is_named_with_the_count(at
     modules["model"]["linear.bias"][0] = torch.nan
     with pytest.raises(Diverged, match="site-00: the model gives 66 of 66 images values that are not finite"):
         ask(site, job, modules, cycle=2)
+    assert not pool_of(site).picked(2)
+
+
+def not_finite_for(monkeypatch, site, ids):
+    """Both models say NaN of these images of the pool or the labelled set."""
+    bad = set(rows_of(site, tuple(ids)).tolist())
+    whole = fairfal_models.load_batch
+
+    def load(split, batch, *how, **named):
+        images, targets = whole(split, batch, *how, **named)
+        if split is site.data.splits["train"]:
+            images[[row in bad for row in batch.tolist()]] = torch.nan
+        return images, targets
+
+    monkeypatch.setattr(fairfal_models, "load_batch", load)
+
+
+@pytest.mark.parametrize("rule", ["fairfal", "entropy", "coreset", "logo"])
+def test_images_of_which_a_model_says_nan_are_never_picked_where_they_are_skipped(at_site, rule, monkeypatch):
+    site, job, modules = at_site(fairfal__rule=rule, fairfal__skip_not_finite=True)
+    ask(site, job, modules)
+    before = pool_of(site)
+    not_finite_for(monkeypatch, site, bad := before.unlabelled[::2])
+    assert ask(site, job, modules, cycle=2, budget=40) == {"num_selected": 28, "num_labelled": 37}
+    after = pool_of(site)
+    assert set(after.unlabelled) == set(bad) and not set(after.picked(2)) & set(bad)
+    log = (site.folder / "site.log").read_text()
+    assert "cycle=2 29 of 57 images of the pool have values that are not finite: not picked from" in log
+
+
+def test_without_bad_images_skipping_changes_no_pick(at_site):
+    picked = []
+    for skips in (False, True):
+        site, job, modules = at_site(fairfal__skip_not_finite=skips)
+        site = replace(site, folder=site.folder / str(skips))
+        site.folder.mkdir()
+        ask(site, job, modules)
+        ask(site, job, modules, cycle=2)
+        picked.append(pool_of(site).picked(2))
+    assert picked[0] == picked[1]
+
+
+def test_nan_of_a_labelled_image_or_of_the_whole_pool_is_not_skipped(at_site, monkeypatch):
+    site, job, modules = at_site(fairfal__skip_not_finite=True)
+    ask(site, job, modules)
+    pool = pool_of(site)
+    for ids, text in ((pool.unlabelled, "57 of 57 images of the pool"), (list(pool.labelled)[:2], "2 of 9 images")):
+        with monkeypatch.context() as patch, pytest.raises(Diverged, match=f"site-00: .*{text}"):
+            not_finite_for(patch, site, ids)
+            ask(site, job, modules, cycle=2)
     assert not pool_of(site).picked(2)
 
 
