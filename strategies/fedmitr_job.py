@@ -6,7 +6,7 @@ A job is a folder, made by `strategies.fedmitr_uploads` (mode 0700; nothing in i
     initial.safetensors      the model that every site started from
     uploads/SITE.safetensors what a site sent: its change, in the dtype that it was sent in
     average.safetensors      the plain average of three uploads or more, which sites score beside the final model
-    late/                    what came after the job had begun: kept, never used
+    late/                    what was spooled after the job had begun: never used, kept until the final model is there
     pool-HASH/               stage A: synthetic images, one file a group of batches; rows of a table share it
     NAME/                    one run of the job: plan.json, teacher-*.safetensors (stage B), checkpoint-*.safetensors
                              (stage C), final.safetensors, result.json, status.json
@@ -21,6 +21,9 @@ For a table of methods on the same uploads::
         result.state                                          # the model, {tensor: value}, on the CPU
         result.facts                                          # see `Result`
         logits = ensemble_predict(folder, images)             # for the row "ensemble", which is not one model
+
+No reply of a run gets into ``late``: the platform drops those that come after ``federation.timeout_s``. Only what an
+operator or another process gives to `fedmitr_uploads.spool` on the folder does.
 
 A folder with uploads is what a run with ``fedmitr.server = "average"`` and ``fedmitr.keep_synthetic = true`` leaves
 (``job_folder(settings, experiment)``). `run_job` deletes nothing; `complete` does, after the final model was verified.
@@ -69,8 +72,8 @@ class Result:
     ``facts``: ``server``, ``is_average`` (the model is the plain average), ``images`` and ``dropped`` of the pool,
     ``patches_high`` and ``patches_low``, ``seconds`` by stage (those of a pool that was there are the ones it took),
     ``device``, ``sites`` (of each its examples, the numbers that it sent, with a pool ``images`` and ``dropped``, and
-    ``not_inverted`` with the reason where its model was asked for none), ``late`` sites, ``warnings``,
-    ``model_sha256``.
+    ``not_inverted`` with the reason where its model was asked for none), ``late`` sites (spooled after it
+    began), ``warnings``, ``model_sha256``.
     """
 
     state: State

@@ -178,9 +178,10 @@ def spool(
     num_examples: int,
     extra: Mapping[str, float] | None = None,
 ) -> bool:
-    """Writes one accepted upload with what the site's card says; False where it came too late.
+    """Writes one accepted upload with what the site's card says; False where the job has begun.
 
-    It is kept aside then, never to be used. A second upload of a site before the job begins replaces the first.
+    It is kept aside then until `clear`, never to be used. A run itself spools nothing so late: the platform drops a
+    reply that comes after ``federation.timeout_s``. A second upload of a site before the job begins replaces the first.
     """
     private_folder(folder)
     site, late = card.site, has_begun(folder)
@@ -215,7 +216,7 @@ def _upload(about: dict[str, Any]) -> Upload:
 
 
 def late_sites(folder: Path) -> list[str]:
-    """Sites whose uploads came after the job had begun, sorted."""
+    """Sites whose uploads were spooled after the job had begun and are not deleted yet, sorted."""
     return sorted(path.stem for path in (folder / LATE).glob("[!.]*.safetensors"))
 
 
@@ -260,10 +261,10 @@ def read_job(folder: Path) -> Job:
 
 
 def clear(folder: Path) -> None:
-    """Deletes what could show a patient or a site: uploads, synthetic images, checkpoints, cached outputs.
+    """Deletes what could show a patient or a site: all uploads, synthetic images, checkpoints, cached outputs.
 
-    ``job.json``, the plain average and the folders' ``final.safetensors``, ``result.json``, ``plan.json`` and
-    ``status.json`` stay.
+    The late ones too: they are uploads. ``job.json``, the plain average and the folders' ``final.safetensors``,
+    ``result.json``, ``plan.json`` and ``status.json`` stay.
     """
     for name in (UPLOADS, LATE):
         shutil.rmtree(folder / name, ignore_errors=True)
