@@ -259,8 +259,9 @@ def test_progress_lines_and_prints_of_a_training_that_works_stay(run, monkeypatc
 @pytest.mark.slow
 def test_deployed_she_is_in_no_file_of_the_server_either(world, config, tmp_path):
     """The same world over a SuperLink: its database, logs and bundles, the run folder, and what `flwr log` shows."""
+    from bench.deploy import supernode
+    from server_app.simulate import ROOT
     from server_app.superlink import FlowerCli, SuperLink
-    from tests.journeys.test_deployment import ROOT, start_hospital
 
     path, nodes = tmp_path / "run.toml", world("cell")
     run_config = {**config, "federation.wait_s": 60.0, "federation.timeout_s": 120.0}
@@ -268,7 +269,7 @@ def test_deployed_she_is_in_no_file_of_the_server_either(world, config, tmp_path
     running = []
     with SuperLink(tmp_path / "link", "--insecure") as link:
         try:
-            running += [start_hospital(tmp_path / f"node-{node['site']}", link.address, node) for node in nodes]
+            running += [supernode(tmp_path / f"node-{node['site']}", link.address, node) for node in nodes]
             cli = FlowerCli(tmp_path, link.address)
             run_id, deadline = cli.submit(ROOT, path), time.monotonic() + 400
             while not (status := cli.status(run_id)).is_finished:
