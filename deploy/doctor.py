@@ -148,10 +148,9 @@ def _server(subject: Subject) -> list[Finding]:
     client = (certificate, key) if certificate is not None and key is not None else None
     if not address:
         return []
-    has_proxy = subject.listed.get("superlink") != address  # a SuperLink without one admits a key by its signature
-    path = subject.path("public_key") if has_proxy else None
-    public = None if path is None else path.read_bytes()
-    return server_findings(address, authority=subject.path("ca"), client=client, public_key=public)
+    path = subject.path("private_key")
+    private = None if path is None else path.read_bytes()
+    return server_findings(address, authority=subject.path("ca"), client=client, private_key=private)
 
 
 def _subject(folder: Path | None, config: str | None) -> Subject:

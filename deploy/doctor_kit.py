@@ -25,8 +25,9 @@ from deploy.kit import file_sha256
 
 RENEW_DAYS = 30
 TIMEOUT_S = 10.0
-NOWHERE = "/v1/fleet/preflight"
-"""A path that a SuperLink does not have, below the one that the proxy admits SuperNodes to: nothing is done there."""
+KNOCK = "/v1/fleet/activate-node"
+"""Asked for with a heartbeat every 0 s, which no SuperLink grants: it looks up the key first, then says 400, and
+nothing is done."""
 NEW_KIT = "ask the operator for a new kit of this site"
 
 
@@ -144,12 +145,12 @@ def server_findings(
     *,
     authority: Path | None = None,
     client: tuple[Path, Path] | None = None,
-    public_key: bytes | None = None,
+    private_key: bytes | None = None,
 ) -> list[Finding]:
     """Name, port, TLS and clock of the server at ``host:port``, and whether it knows this site; stops at a failure.
 
     ``authority``: the federation's CA, None for a server without TLS; ``client``: certificate and key to show;
-    ``public_key``: the site's, as in `check_key`.
+    ``private_key``: the site's, as in `check_key`, to sign one request with that changes nothing.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
@@ -167,20 +168,20 @@ def server_findings(
     try:
         opener = _opener(authority, client)
         base = f"{'https' if authority else 'http'}://{address}"
-        status, date = _asked(opener, f"{base}/health", {})
-        known = _asked(opener, f"{base}{NOWHERE}", _key_header(public_key))[0] if public_key and status < 400 else None
+        status, date = _asked(opener, urllib.request.Request(f"{base}/health"))
+        clock = _clock(date)
+        fit = status < 400 and clock.level != "error"  # a wrong clock spoils the signature
+        key = [_admission(opener, base, private_key)] if private_key is not None and fit else []
     except (urllib.error.URLError, http.client.HTTPException, OSError) as problem:
         return [reached, _unanswered(problem)]
     findings = [reached, ok("server-tls", "the server's certificate is of this federation")] if authority else [reached]
-    findings.append(_clock(date))
+    findings.append(clock)
     if status in (401, 403):
         return [*findings, error("server-member", "the server does not know this site's certificate", NEW_KIT)]
     if status >= 500:
         sentence = f"the proxy answers but the SuperLink behind it does not (HTTP {status})"
         return [*findings, error("server-health", sentence, "ask the operator whether the server is up")]
-    if known in (401, 403):
-        return [*findings, error("server-key", "the server does not know this site's key", NEW_KIT)]
-    return [*findings, *([ok("server-key", "the server lets this site's key in")] if known else [])]
+    return [*findings, *key]
 
 
 def _clock(date: str | None) -> Finding:
@@ -200,21 +201,54 @@ def _opener(authority: Path | None, client: tuple[Path, Path] | None) -> urllib.
     return urllib.request.build_opener(*handlers)
 
 
-def _asked(opener: urllib.request.OpenerDirector, url: str, headers: Mapping[str, str]) -> tuple[int, str | None]:
+def _asked(opener: urllib.request.OpenerDirector, request: urllib.request.Request) -> tuple[int, str | None]:
     """Status and ``Date`` of an answer; a refusal is an answer too, and it says the time."""
     try:
-        with opener.open(urllib.request.Request(url, headers=dict(headers)), timeout=TIMEOUT_S) as answer:
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
             return answer.status, answer.headers.get("Date")
     except urllib.error.HTTPError as refused:
         with refused:
             return refused.code, refused.headers.get("Date")
 
 
-def _key_header(public: bytes) -> dict[str, str]:
-    """What a SuperNode sends with every request, without its signature: the proxy admits by the key alone."""
-    key = serialization.load_ssh_public_key(public)
-    pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    return {"flwr-public-key": base64.b64encode(pem).decode()}
+def _admission(opener: urllib.request.OpenerDirector, base: str, private_key: bytes) -> Finding:
+    """Whether the SuperLink itself would let the site's SuperNode in."""
+    try:
+        request = _knock(base, private_key)
+    except (ImportError, ValueError, TypeError):  # each has a finding of its own
+        return warning("server-key", "the site's key could not be shown to the server", "mend what else is found here")
+    status, _ = _asked(opener, request)
+    if status == 400:
+        return ok("server-key", "the server lets this site's key in")
+    if status in (401, 403):
+        return error("server-key", "the server does not know this site's key", NEW_KIT)
+    if status == 412:
+        sentence = "the SuperLink does not know this site's key, it was not registered"
+        return error("server-key", sentence, "ask the operator to run python -m deploy.register on the server")
+    sentence = f"the server does not say whether it knows this site's key (HTTP {status})"
+    return warning("server-key", sentence, "it is seen at the first start; is the server of the federation's version?")
+
+
+def _knock(base: str, private_key: bytes) -> urllib.request.Request:
+    """The first request of a SuperNode, signed as Flower does it, but for a heartbeat that is never granted."""
+    from flwr.common.constant import TIMESTAMP_HEADER  # in here: where Flower is missing, the other checks still run
+    from flwr.proto.fleet_pb2 import ActivateNodeRequest
+    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
+
+    key = _private(private_key)
+    if not isinstance(key, EllipticCurvePrivateKey):
+        raise ValueError("not an elliptic-curve key")
+    public, now = public_key_to_bytes(key.public_key()), datetime.now(UTC).isoformat()
+    headers = {
+        FLEET_HTTP_PUBLIC_KEY_HEADER: base64.b64encode(public).decode(),
+        TIMESTAMP_HEADER: now,
+        FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(sign_message(key, now.encode())).decode(),
+        "content-type": "application/protobuf",
+        "accept": "application/protobuf",
+    }
+    body = ActivateNodeRequest(public_key=public, heartbeat_interval=0).SerializeToString()
+    return urllib.request.Request(f"{base}{KNOCK}", data=body, headers=headers, method="POST")
 
 
 def _unanswered(problem: Exception) -> Finding:

@@ -299,6 +299,10 @@ def serve(tmp_path):
                     self.send_header("Date", format_datetime(date, usegmt=True))
                 self.end_headers()
 
+            def do_POST(self):
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.do_GET()
+
             def log_message(self, *_):
                 pass
 
@@ -326,28 +330,38 @@ def test_a_server_without_a_date_is_a_warning(serve):
     assert levels(doctor_kit.server_findings(serve()))["clock"] == "warning"
 
 
-def proxy(path, key, *, member=True, known=(), up=True):
-    """What the kit's proxy answers; a SuperLink behind it has no such path and says 404."""
+def proxy(path, key, *, member=True, known=(), registered=True, up=True):
+    """What the kit's proxy answers, and a SuperLink behind it to who asks for a heartbeat every 0 s."""
     if not member or (path != "/health" and key not in known):
         return 401
-    return 502 if not up else 200 if path == "/health" else 404
+    return 502 if not up else 200 if path == "/health" else 400 if registered else 412
 
 
 def test_whether_the_server_knows_certificate_and_key_and_whether_it_is_up(serve):
-    (_, mine), (_, other) = pki.new_node_key("north"), pki.new_node_key("north")
-    header = base64.b64encode(pki.spki_pem(mine)).decode()
+    (mine, public), (other, _) = pki.new_node_key("north"), pki.new_node_key("north")
+    header = base64.b64encode(pki.spki_pem(public)).decode()
 
-    def asked(public, **arguments):
-        address = serve(datetime.now(UTC), status=functools.partial(proxy, known=(header,), **arguments))
-        found = levels(doctor_kit.server_findings(address, public_key=public))
-        assert found.pop("server-port") == found.pop("clock") == "ok"
+    def asked(private, ahead=timedelta(), **arguments):
+        address = serve(datetime.now(UTC) - ahead, status=functools.partial(proxy, known=(header,), **arguments))
+        found = levels(doctor_kit.server_findings(address, private_key=private))
+        assert found.pop("server-port") == "ok" and (found.pop("clock") == "ok") != bool(ahead)
         return found
 
     assert asked(mine) == {"server-key": "ok"}
     assert asked(other) == {"server-key": "error"}
+    assert asked(mine, registered=False) == {"server-key": "error"}
     assert asked(mine, member=False) == {"server-member": "error"}
     assert asked(mine, up=False) == {"server-health": "error"}
+    assert asked(mine, ahead=timedelta(minutes=10)) == {}, "the signature would be refused for the clock"
+    assert asked(b"nonsense") == {"server-key": "warning"}
     assert asked(None) == {}
+
+
+def test_an_answer_that_does_not_decide_is_not_called_a_welcome(serve):
+    address = serve(datetime.now(UTC), status=lambda path, key: 200 if path == "/health" else 404)
+    private, _ = pki.new_node_key("north")
+    found = one(doctor_kit.server_findings(address, private_key=private), "server-key")
+    assert found.level == "warning" and "HTTP 404" in found.sentence
 
 
 def test_nobody_there():
