@@ -8,7 +8,6 @@ import json
 import logging.handlers
 import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -167,5 +166,5 @@ def run(group: Group, before: Callable[[Group], Awaitable[asyncio.Server]] | Non
     try:
         return asyncio.run(whole())
     except OSError as error:
-        print(f"start: {error}", file=sys.stderr)
+        group.tell("start", str(error))
         return 1
