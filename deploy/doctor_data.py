@@ -16,20 +16,29 @@ from datasets.labels import LABEL_PREFIX, mark_of
 from datasets.manifest import IMAGE_SEPARATOR, SPLIT_NAMES, find_sidecar, find_table, known_fields
 from datasets.records import PRESENT, SPLITS, DataError, Manifest
 from datasets.sidecar import Sidecar, parse_sidecar
-from datasets.site import class_counts
+from datasets.site import class_counts, present_modalities
 from datasets.source import MAX_TABLE_BYTES, Source, clean_name
 from datasets.tables import Table, parse_table
 from deploy.doctor_finding import Finding, error, ok, rows, warning
 
+MODALITIES = ("image", "report")
+ARTICLE = {"image": "an image", "report": "a report"}
 Cells = Sequence[str]
 Lines = Sequence[int]
 
 
 def data_findings(
-    root: str, *, site: str, labels: Sequence[str] = (), min_train: int = 1, min_positives: int = 1
+    root: str,
+    *,
+    site: str,
+    labels: Sequence[str] = (),
+    modalities: Sequence[str] = (),
+    min_train: int = 1,
+    min_positives: int = 1,
 ) -> list[Finding]:
     """All checks of one data root. ``labels``: the federation's list, empty where it is not known here.
 
+    ``modalities``: out of `MODALITIES`, what the federation expects of this site, empty where that is not known here;
     ``min_train`` and ``min_positives``: training samples, and positives of a label, that the federation asks for.
     """
     findings: list[Finding] = []
@@ -44,6 +53,7 @@ def data_findings(
         manifest = open_manifest(root, labels=tuple(labels) or None)
     except DataError as problem:
         return [*findings, _refused("data-manifest", "the manifest is refused", problem)]
+    findings += check_modalities(manifest, modalities) if modalities else []
     return [*findings, *image_findings(manifest), *count_findings(manifest, min_train, min_positives)]
 
 
@@ -236,6 +246,23 @@ def image_findings(manifest: Manifest) -> list[Finding]:
         fix = "remove the copies: a model is not to be measured on what it was trained on"
         findings.append(warning("data-copies", f"{sentence} {rows(shared[0].values())}", fix))
     return findings or [ok("data-images", f"all images open, of {len(manifest)} samples")]
+
+
+def check_modalities(manifest: Manifest, expected: Sequence[str]) -> list[Finding]:
+    """What the rows hold against what the federation was told that this site holds."""
+    has_any = present_modalities(manifest).any(axis=0)
+    found = [name for name, is_there in zip(MODALITIES, has_any, strict=True) if is_there]
+    said = f"the federation expects {' and '.join(expected)} of this site"
+    if missing := [name for name in expected if name not in found]:
+        sentence = f"{said}, no row has {' or '.join(ARTICLE[name] for name in missing)}"
+        fix = "fill the columns, or have the operator correct the site's modalities in federation.yaml"
+        return [error("data-modalities", sentence, fix)]
+    if extra := [name for name in found if name not in expected]:
+        fix = "if they are to be used, have the operator correct the site's modalities in federation.yaml"
+        return [
+            warning("data-modalities", f"{said}, rows have {' and '.join(ARTICLE[name] for name in extra)} too", fix)
+        ]
+    return [ok("data-modalities", f"the rows have {' and '.join(found)}, as the federation expects")]
 
 
 def count_findings(manifest: Manifest, min_train: int, min_positives: int) -> list[Finding]:
