@@ -114,7 +114,7 @@ def kit_findings(subject: Subject) -> list[Finding]:
     listed, now = subject.listed, datetime.now(UTC)
     findings = [check_files(subject.kit.folder, listed["files"]), check_versions(listed["versions"], versions())]
     named = {"the kit": subject.kit.name, "the node config": str(subject.node["site"])}
-    authority, client = subject.path("ca"), subject.path("client_certificate")
+    authority, client, door = map(subject.path, ("ca", "client_certificate", "local_certificate"))
     if authority is not None:
         issuer = read_certificate(authority)
         findings.append(check_certificate("authority", issuer, issuer, now))
@@ -122,6 +122,8 @@ def kit_findings(subject: Subject) -> list[Finding]:
             certificate = read_certificate(client)
             named["the client certificate"] = common_name(certificate)
             findings.append(check_certificate("client", certificate, issuer, now))
+        if door is not None:
+            findings.append(check_certificate("loopback", read_certificate(door), issuer, now))
     private, public = subject.path("private_key"), subject.path("public_key")
     if private is not None and public is not None:
         findings += check_key(private.read_bytes(), private.stat().st_mode, public.read_bytes())
@@ -170,6 +172,7 @@ def _data(subject: Subject) -> list[Finding]:
         str(node["data-root"]),
         site=str(node["site"]),
         labels=tuple(listed.get("labels", ())),
+        modalities=tuple(listed.get("modalities", ())),
         min_train=0 if listed.get("role") == "evaluate" else int(listed.get("min_train", 1)),
         min_positives=int(listed.get("min_positives", 1)),
     )

@@ -27,7 +27,7 @@ RENEW_DAYS = 30
 TIMEOUT_S = 10.0
 KNOCK = "/v1/fleet/activate-node"
 """Asked for with a heartbeat every 0 s, which no SuperLink grants: it looks up the key first, then says 400, and
-nothing is done."""
+nothing is done; the SuperLink's log has a line about it."""
 NEW_KIT = "ask the operator for a new kit of this site"
 
 
@@ -168,8 +168,7 @@ def server_findings(
     try:
         opener = _opener(authority, client)
         base = f"{'https' if authority else 'http'}://{address}"
-        status, date = _asked(opener, urllib.request.Request(f"{base}/health"))
-        clock = _clock(date)
+        status, clock = _health(opener, base)
         fit = status < 400 and clock.level != "error"  # a wrong clock spoils the signature
         key = [_admission(opener, base, private_key)] if private_key is not None and fit else []
     except (urllib.error.URLError, http.client.HTTPException, OSError) as problem:
@@ -184,11 +183,25 @@ def server_findings(
     return [*findings, *key]
 
 
-def _clock(date: str | None) -> Finding:
+def clock_finding(address: str, authority: Path | None, client: tuple[Path, Path] | None) -> Finding | None:
+    """The clock alone, of a server as in `server_findings`; None where the server gives no answer."""
+    try:
+        return _health(_opener(authority, client), f"{'https' if authority else 'http'}://{address}")[1]
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
+        return None
+
+
+def _health(opener: urllib.request.OpenerDirector, base: str) -> tuple[int, Finding]:
+    """Status of a server and what its ``Date`` says of the clock here.
+
+    Read before the question is sent: a slow network then never makes this clock look ahead.
+    """
+    ours = datetime.now(UTC)
+    status, date = _asked(opener, urllib.request.Request(f"{base}/health"))
     if date is None:
         fix = "compare this machine's clock with the server's by hand"
-        return warning("clock", "the server does not say what time it is", fix)
-    return check_clock(skew_s(datetime.now(UTC), parsedate_to_datetime(date)))
+        return status, warning("clock", "the server does not say what time it is", fix)
+    return status, check_clock(skew_s(ours, parsedate_to_datetime(date)))
 
 
 def _opener(authority: Path | None, client: tuple[Path, Path] | None) -> urllib.request.OpenerDirector:

@@ -21,6 +21,8 @@ from PIL import Image
 
 from deploy import doctor, doctor_data, doctor_finding, doctor_kit, doctor_machine
 from deploy import provision_pki as pki
+from deploy.kit import read_kit
+from server_app.rehearsal import Rehearsal
 
 NOW = datetime(2026, 6, 1, tzinfo=UTC)
 PATIENT = "Doe-Jane-19530401"
@@ -92,9 +94,9 @@ def test_a_gpu_that_torch_does_not_see_is_said(names, driver, level):
 
 @pytest.mark.parametrize(
     ("skew", "level"),
-    [(0, "ok"), (-30, "ok"), (90, "warning"), (-90, "warning"), (600, "error"), (-600, "error"), (300, "error")],
+    [(0, "ok"), (-30, "ok"), (4, "warning"), (-90, "warning"), (600, "error"), (-600, "error"), (7, "error")],
 )
-def test_ten_minutes_off_is_an_error(skew, level):
+def test_minutes_behind_and_seconds_ahead_are_an_error(skew, level):
     theirs = datetime(2026, 6, 1, 12, tzinfo=UTC)
     found = doctor_machine.check_clock(doctor_machine.skew_s(theirs + timedelta(seconds=skew), theirs))
     assert found.level == level
@@ -181,6 +183,20 @@ def test_the_same_pixels_in_two_splits_are_said(manifest):
     assert found.level == "warning" and "rows 2 and 5" in found.sentence
 
 
+def test_modalities_are_compared_with_what_the_rows_have(manifest):
+    root = manifest(SOUND)
+    assert one(examined(root, modalities=["image"]), "data-modalities").level == "warning", "rows have reports too"
+    assert levels(examined(root, modalities=["image", "report"]))["data-modalities"] == "ok"
+    blank = manifest([line.replace("clear lungs", "") for line in SOUND])
+    found = one(examined(blank, modalities=["image", "report"]), "data-modalities")
+    assert found.level == "error" and found.sentence.endswith("no row has a report")
+
+
+def test_a_site_of_reports_alone_is_not_one_of_images(manifest):
+    found = one(examined(manifest([row(n, image="") for n in range(4)]), modalities=["image"]), "data-modalities")
+    assert found.level == "error" and found.sentence.endswith("no row has an image")
+
+
 def test_other_labels_than_the_federation_are_named(manifest):
     found = one(examined(manifest(SOUND), labels=("cat", "bird")), "data-labels")
     assert "missing bird" in found.sentence and "not asked for dog" in found.sentence
@@ -239,6 +255,22 @@ def test_a_certificate_of_another_authority(authority):
     other = certificate(pki.new_authority("chest", NOW))
     found = doctor_kit.check_certificate("client", other, authority.certificate, NOW)
     assert found.level == "error" and "authority" in found.sentence
+
+
+def test_the_certificate_of_the_loopback_door_is_looked_at(kits):
+    subject = doctor.Subject({"site": "north"}, kits.north)
+    assert levels(doctor.kit_findings(subject))["certificate-loopback"] == "ok"
+    own = pki.load_authority(*(path.read_bytes() for path in authority_files(kits)), None)
+    past = datetime.now(UTC) - timedelta(days=20)
+    leaf = pki.issue(own, "chest", "north (loopback)", purpose=pki.SERVER_AUTH, hosts=["localhost"], now=past, days=10)
+    kits.north.path("local_certificate").write_bytes(leaf.certificate)
+    found = one(doctor.kit_findings(subject), "certificate-loopback")
+    assert found.level == "error" and "the loopback certificate expired" in found.sentence
+
+
+def authority_files(kits):
+    folder = kits.north.folder.parents[1] / "ca"
+    return folder / "ca.crt", folder / "ca.key"
 
 
 def test_the_key_belongs_to_the_public_one_and_is_the_owners_alone():
@@ -371,6 +403,31 @@ def test_nobody_there():
         assert levels(doctor_kit.server_findings(address)) == {"server-port": "error"}
     assert levels(doctor_kit.server_findings("no-such-host.invalid:443")) == {"server-name": "error"}
     assert levels(doctor_kit.server_findings("fl.example.org")) == {"server-address": "error"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_proxy", [True, False])
+def test_a_real_superlink_tells_a_registered_key_from_another(tmp_path, has_proxy):
+    """The door of a new server kit knows the key before the SuperLink does; asking brings nobody online."""
+    if has_proxy and shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin") is None:
+        pytest.skip("nginx is not installed (apt install nginx-light)")
+    with Rehearsal(tmp_path, sites=("north",), has_proxy=has_proxy) as server:
+        server.prepare()
+        server.start_server()
+        kit = read_kit(server.kit("north"))
+
+        def asked():
+            findings = doctor._server(doctor.Subject({"site": "north"}, kit))
+            return next((finding for finding in findings if finding.code == "server-key"), None)
+
+        server.until(lambda: asked() is not None, "the server answers")
+        assert asked().level == "error" and "not registered" in asked().sentence
+        server.register()
+        assert asked().level == "ok"
+        said = server.command("supervise", str(server.kit("server")), "--once")
+        assert said == "all is well; offline: north\n"
+        kit.path("private_key").write_bytes(pki.new_node_key("north")[0])
+        assert asked().level == "error"
 
 
 def written(folder, authority, leaf):
