@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from deploy.doctor_kit import clock_finding
 from deploy.flower import FlowerMissing, command, environment
 from deploy.kit import CHECKOUT, Kit, KitError, check_kit, read_kit
 from deploy.provision_plan import is_loopback
@@ -29,7 +30,7 @@ from deploy.tunnel import Tunnel, dialling_context, listening_context
 
 TURNED_AWAY = (
     "if it does so again, the server does not know this kit's key or certificate (any more), or this machine's clock "
-    "is five minutes off: python -m deploy.doctor says which; tell the operator"
+    "is more than 5 s ahead or five minutes behind: python -m deploy.doctor says which; tell the operator"
 )
 INSECURE = "INSECURE (not encrypted, nobody authenticated) | "
 DATABASE = "superlink.db"
@@ -126,6 +127,14 @@ def check_data(kit: Kit) -> None:
         raise KitError(looked.stderr.strip() or "the data could not be looked at")
 
 
+def check_time(kit: Kit) -> None:
+    """That the server, where it can be reached, would take what is signed with this clock. Raises KitError."""
+    client = (kit.path("client_certificate"), kit.path("client_key"))
+    found = clock_finding(str(kit.listed["server"]), kit.path("ca"), client)
+    if found is not None and found.level == "error":
+        raise KitError(f"{found.sentence}; {found.fix}")
+
+
 def check_insecure(kit: Kit) -> None:
     """That nothing without encryption leaves this machine. Raises KitError."""
     host = str(kit.listed["server"]).rpartition(":")[0]
@@ -140,6 +149,8 @@ def site_group(kit: Kit, insecure: bool) -> Group:
     """A hospital's services, after every check. Raises KitError and FlowerMissing."""
     check_kit(kit, "site")
     check_ports(kit, ["runtime", "tunnel"] if has_tunnel(kit) else ["runtime"])
+    if not insecure:
+        check_time(kit)
     check_data(kit)
     check_state(kit)
     return Group(site_services(kit, insecure=insecure), kit.state_dir / "services.json")

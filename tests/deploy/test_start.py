@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import csv
 import json
 import os
@@ -10,7 +11,11 @@ import signal
 import socket
 import ssl
 import sys
+import threading
 import time
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -139,6 +144,46 @@ def drop_column(path, column):
         writer.writerows(rows)
 
 
+@pytest.mark.parametrize(("minutes", "said"), [(10, "behind"), (-10, "ahead of")])
+def test_a_clock_ten_minutes_off_is_one_sentence(kits, capsys, monkeypatch, minutes, said):
+    with answering(kits, timedelta(minutes=minutes)) as address:
+        monkeypatch.setitem(kits.north.listed, "server", address)
+        monkeypatch.setattr(start, "read_kit", lambda folder: kits.north)
+        sentence = refused(capsys, "site", kits.north)
+    assert sentence.startswith("start: the clock is ") and f" s {said} the server's; from" in sentence
+    assert "the site is not let in; set the clock by NTP" in sentence
+
+
+def test_the_clock_is_not_asked_for_where_it_cannot_be(kits, monkeypatch):
+    start.check_time(kits.north)
+    with answering(kits, timedelta()) as address:
+        monkeypatch.setitem(kits.north.listed, "server", address)
+        start.check_time(kits.north)
+
+
+@contextlib.contextmanager
+def answering(kits, ahead):
+    """A server with the certificate of the kit whose clock is this far ahead; gives its address."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response_only(200)
+            self.send_header("Date", format_datetime(datetime.now(UTC) + ahead, usegmt=True))
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        context = listening_context(kits.server.path("certificate"), kits.server.path("key"))
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"localhost:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+
+
 def test_a_kit_of_an_older_or_newer_version_is_refused(kits, capsys, monkeypatch):
     monkeypatch.setattr("deploy.kit.versions", lambda: {"consilium": "0.0.9", "flwr": "1.42.0"})
     said = refused(capsys, "site", kits.north)
@@ -206,6 +251,12 @@ def test_lines_are_kept_where_a_log_folder_is_named(tmp_path, monkeypatch, capsy
     Group([], tmp_path / "state.json").tell("start", "goes on")
     said = capsys.readouterr().out.splitlines()
     assert "cannot be written" in said[0] and said[1] == "start | goes on"
+
+
+def test_what_cannot_be_started_is_told_with_the_groups_mark(tmp_path):
+    lines, nothing = [], Service("node", [str(tmp_path / "nothing")], {}, tmp_path)
+    assert services.run(Group([nothing], tmp_path / "s.json", mark="INSECURE | ", say=lines.append)) == 1
+    assert lines and all(line.startswith("INSECURE | start | ") for line in lines) and "No such file" in lines[-1]
 
 
 def test_a_stop_reaches_what_the_services_have_started(tmp_path):
