@@ -28,7 +28,9 @@ import client_app.fedavg
 from federation.settings import Settings
 from server_app import runner
 from server_app.inprocess import InProcessGrid
+from strategies.discovery import QuorumError
 from tests.datasets.test_dicom import dicom
+from tests.faults.ray_drills import copy_app
 
 CANARY = "Zubrowka-Quintilla"
 FORMS = (CANARY, CANARY.lower(), CANARY.upper(), CANARY.replace("-", "^"), CANARY.split("-")[0])
@@ -256,30 +258,112 @@ def test_progress_lines_and_prints_of_a_training_that_works_stay(run, monkeypatc
     assert_unseen(seen)
 
 
+REJECTED = f"cat,{CANARY}"
+"""Labels of a run config that no hospital has; what the server itself is told, its own files may hold."""
+
+
+def test_a_value_of_the_run_config_that_a_site_rejects_is_not_sent_back(world, config):
+    settings, replies = Settings.from_run_config({**config, "data.labels": REJECTED}), []
+
+    def spy(message, answer):
+        reply = answer()
+        replies.append(message_to_proto(reply).SerializeToString())
+        return reply
+
+    with pytest.raises(QuorumError, match="E-DATA") as failed:
+        runner.run(settings, InProcessGrid(world(), settings.flat(), dict.fromkeys(range(3), spy)))
+    assert_rejected(replies, str(failed.value))
+
+
+def assert_rejected(replies, said):
+    assert len(replies) == 3 and all(b"E-DATA" in reply for reply in replies)
+    assert not any(holds_canary(data) for data in (*replies, said.encode()))
+
+
+PLANTED = """
+import traceback
+import uuid
+from pathlib import Path
+
+import pydantic
+import torch
+from flwr.common.serde import message_to_proto
+
+from client_app import fedavg
+
+
+class Row(pydantic.BaseModel):
+    age: int
+
+
+def answer(message, context, honest):
+    if context.node_config["site"] == "south":
+        fedavg.train = lambda *_: fails(context.node_config["note"])
+    reply = honest(message, context)
+    folder = Path(context.node_config["state-dir"]) / "replies"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / uuid.uuid4().hex).write_bytes(message_to_proto(reply).SerializeToString())
+    return reply
+
+
+def fails(name):
+    try:
+        Row(age=f"{name}, 71")
+    except pydantic.ValidationError:
+        traceback.print_exc()
+    torch.nn.Linear(2, 2).load_state_dict({name: torch.zeros(1)})
+"""
+"""South's training fails over a name that only its node config has, since the server gets this app. Every site keeps
+its replies: a SuperLink deletes them."""
+
+
 @pytest.mark.slow
 def test_deployed_she_is_in_no_file_of_the_server_either(world, config, tmp_path):
-    """The same world over a SuperLink: its database, logs and bundles, the run folder, and what `flwr log` shows."""
+    """The same world over a SuperLink: its database, logs and bundles, the run folder, and what `flwr log` shows.
+
+    North's data are broken, south's training fails. A second run names her in its config, for a site to reject.
+    """
     from bench.deploy import supernode
-    from server_app.simulate import ROOT
     from server_app.superlink import FlowerCli, SuperLink
 
-    path, nodes = tmp_path / "run.toml", world("cell")
-    run_config = {**config, "federation.wait_s": 60.0, "federation.timeout_s": 120.0}
-    path.write_text("".join(f'"{key}" = {json.dumps(value)}\n' for key, value in run_config.items()))
-    running = []
+    app, nodes, running = copy_app(tmp_path / "app", PLANTED), world("cell"), []
+    nodes[1]["note"] = CANARY
+    short = {**config, "federation.wait_s": 60.0, "federation.timeout_s": 120.0, "federation.min_sites": 1}
     with SuperLink(tmp_path / "link", "--insecure") as link:
         try:
             running += [supernode(tmp_path / f"node-{node['site']}", link.address, node) for node in nodes]
             cli = FlowerCli(tmp_path, link.address)
-            run_id, deadline = cli.submit(ROOT, path), time.monotonic() + 400
-            while not (status := cli.status(run_id)).is_finished:
-                assert time.monotonic() < deadline, link.log_tail()
-                time.sleep(2)
-            log = cli.call("log", run_id, "--show")
+            status, log = ended(cli, link, app, short)
+            assert status.is_completed, status.details
+            at_the_server = [log.encode(), *(data for place in ("server", "link") for data in kept(tmp_path / place))]
+            before = replies(tmp_path)
+            rejecting, _ = ended(cli, link, app, {**short, "data.labels": REJECTED})
         finally:
             left = [pid for node in running for pid in node.stop()]
-    assert left == [] and status.is_completed, status.details
-    own = next((tmp_path / "state" / "north").glob("*/site.log")).read_text()
-    assert holds_canary(own.encode())
-    places = [file for place in ("server", "link") for file in (tmp_path / place).rglob("*") if file.is_file()]
-    assert_unseen([log.encode(), *(file.read_bytes() for file in places)])
+    assert left == [] and rejecting.is_finished and not rejecting.is_completed
+    for site, code in (("north", "E-DATA"), ("south", "E-INTERNAL while answering train")):
+        own = next((tmp_path / "state" / site).glob("*/site.log")).read_text()
+        assert holds_canary(own.encode()) and code in own and "Traceback" in own
+    assert_unseen(at_the_server)
+    assert len(before) > 3 and not any(map(holds_canary, before.values()))
+    assert_rejected([data for name, data in replies(tmp_path).items() if name not in before], str(rejecting.details))
+
+
+def ended(cli, link, app, run_config):
+    """A run of the app until it is over: its status, and what `flwr log` shows."""
+    path = cli.folder / "run.toml"
+    path.write_text("".join(f'"{key}" = {json.dumps(value)}\n' for key, value in run_config.items()))
+    run_id, deadline = cli.submit(app, path), time.monotonic() + 400
+    while not (status := cli.status(run_id)).is_finished:
+        assert time.monotonic() < deadline, link.log_tail()
+        time.sleep(2)
+    return status, cli.call("log", run_id, "--show")
+
+
+def kept(folder):
+    return [file.read_bytes() for file in folder.rglob("*") if file.is_file()]
+
+
+def replies(folder):
+    """Every reply that a hospital has kept: path -> bytes."""
+    return {path: path.read_bytes() for path in (folder / "state").glob("*/replies/*")}
