@@ -175,7 +175,7 @@ def server_findings(
         return [reached, _unanswered(problem)]
     findings = [reached, ok("server-tls", "the server's certificate is of this federation")] if authority else [reached]
     findings.append(clock)
-    if status in (401, 403):
+    if status in (400, 401, 403):  # 400: nginx, of a certificate that is missing, expired or another authority's
         return [*findings, error("server-member", "the server does not know this site's certificate", NEW_KIT)]
     if status >= 500:
         sentence = f"the proxy answers but the SuperLink behind it does not (HTTP {status})"

@@ -389,6 +389,11 @@ def test_whether_the_server_knows_certificate_and_key_and_whether_it_is_up(serve
     assert asked(None) == {}
 
 
+def test_a_certificate_that_nginx_refuses_is_not_passed_over(serve):
+    address = serve(datetime.now(UTC), status=lambda path, key: 400)
+    assert one(doctor_kit.server_findings(address), "server-member").level == "error"
+
+
 def test_an_answer_that_does_not_decide_is_not_called_a_welcome(serve):
     address = serve(datetime.now(UTC), status=lambda path, key: 200 if path == "/health" else 404)
     private, _ = pki.new_node_key("north")
