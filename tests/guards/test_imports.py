@@ -23,11 +23,12 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
         {"federation", "models", "datasets", "strategies", "client_app"},
         {"flwr", "torch", "numpy", "safetensors", "jinja2", "markupsafe", "markdown", "rich", "matplotlib", "onnx"},
     ),
-    "deploy": ({"federation", "datasets"}, {"cryptography", "pydantic", "yaml", "jinja2", "rich"}),
+    "deploy": ({"federation", "datasets"}, {"cryptography", "flwr", "pydantic", "yaml", "jinja2", "rich"}),
 }
 """Room -> other rooms, packages from elsewhere. Beyond the table of architecture.md: safetensors where weights are
 read or written, numpy everywhere, and what the embedded digits, DICOM and the report are made with. The data room takes
-atomic files and seeded generators from `federation`; the secure sum is made with cryptography."""
+atomic files and seeded generators from `federation`; the secure sum is made with cryptography; the preflight signs one
+request as a SuperNode does."""
 
 METHODS = sorted(
     path.stem
