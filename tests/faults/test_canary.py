@@ -318,6 +318,7 @@ its replies: a SuperLink deletes them."""
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1300)
 def test_deployed_she_is_in_no_file_of_the_server_either(world, config, tmp_path):
     """The same world over a SuperLink: its database, logs and bundles, the run folder, and what `flwr log` shows.
 
@@ -328,7 +329,7 @@ def test_deployed_she_is_in_no_file_of_the_server_either(world, config, tmp_path
 
     app, nodes, running = copy_app(tmp_path / "app", PLANTED), world("cell"), []
     nodes[1]["note"] = CANARY
-    short = {**config, "federation.wait_s": 60.0, "federation.timeout_s": 120.0, "federation.min_sites": 1}
+    short = {**config, "federation.wait_s": 240.0, "federation.timeout_s": 300.0, "federation.min_sites": 1}
     with SuperLink(tmp_path / "link", "--insecure") as link:
         try:
             running += [supernode(tmp_path / f"node-{node['site']}", link.address, node) for node in nodes]
@@ -353,7 +354,7 @@ def ended(cli, link, app, run_config):
     """A run of the app until it is over: its status, and what `flwr log` shows."""
     path = cli.folder / "run.toml"
     path.write_text("".join(f'"{key}" = {json.dumps(value)}\n' for key, value in run_config.items()))
-    run_id, deadline = cli.submit(app, path), time.monotonic() + 400
+    run_id, deadline = cli.submit(app, path), time.monotonic() + 600
     while not (status := cli.status(run_id)).is_finished:
         assert time.monotonic() < deadline, link.log_tail()
         time.sleep(2)
