@@ -68,12 +68,13 @@ def contradictions(settings: Settings) -> list[str]:
 
 def no_pairs_to_impute_from(profiles: Mapping[str, str], options) -> str:
     """Why the imputation nets cannot be had with these sites' profiles, "" where they can (spec 9)."""
-    if not (options.impute or options.infer_impute) or "paired" in profiles.values():
+    wanted = [name for name in ("impute", "infer_impute") if getattr(options, name)]
+    if not wanted or "paired" in profiles.values():
         return ""
     found = ", ".join(f"{site} {profile!r}" for site, profile in sorted(profiles.items()))
     return (
-        f"incongruent.impute = true learns from pairs of an image and its report, so at least one site must have the "
-        f"profile 'paired'; found {found}; let such a site take part, or set impute and infer_impute = false"
+        f"incongruent.{wanted[0]} = true needs what is learnt from pairs of an image and its report, so at least one "
+        f"site must have the profile 'paired'; found {found}; let such a site take part, or set impute and infer_impute = false"
     )
 
 
