@@ -74,7 +74,8 @@ def no_pairs_to_impute_from(profiles: Mapping[str, str], options) -> str:
     found = ", ".join(f"{site} {profile!r}" for site, profile in sorted(profiles.items()))
     return (
         f"incongruent.{wanted[0]} = true needs what is learnt from pairs of an image and its report, so at least one "
-        f"site must have the profile 'paired'; found {found}; let such a site take part, or set impute and infer_impute = false"
+        f"site must have the profile 'paired'; found {found}; let such a site take part, or set impute and "
+        "infer_impute = false"
     )
 
 
